@@ -1,0 +1,146 @@
+"""Read chats from JSONL files and check every line. Knows nothing of tokenizers or tokens' meaning.
+
+A line is `{"messages": [{"role", "content"}, ...]}` with the roles system, user, assistant. Optional: an assistant
+message's `token_ids` (the generated ids, end-of-turn excluded), or the row's `reply_ids` for the last one;
+`finished` (default true: the last reply ended by itself); `temperature` (0 = the reply is the target's greedy one).
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from eagle3.errors import DataError
+
+ROLES = ("system", "user", "assistant")
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn; `token_ids` are the generated ids of an assistant turn, None where only its text is known."""
+
+    role: str
+    content: str
+    token_ids: list[int] | None = None
+
+
+@dataclass(frozen=True)
+class Chat:
+    """One conversation; `source` is `file:line`, for messages about it."""
+
+    messages: list[Message]
+    finished: bool = True
+    greedy: bool = False
+    source: str = ""
+
+    def plain(self, stop: int | None = None) -> list[dict[str, str]]:
+        """The first `stop` messages as a chat template takes them."""
+        return [{"role": m.role, "content": m.content} for m in self.messages[:stop]]
+
+
+def read_chats(files: list[str]) -> Iterator[Chat]:
+    """Yield the chats of several `.jsonl` / `.jsonl.gz` files in order.
+
+    Raises:
+        DataError: naming `file:line`, for the first line that is not a chat.
+    """
+    for file in files:
+        with _open(file) as lines:
+            for number, line in _numbered(lines, file):
+                if line.strip():
+                    yield parse_chat(line, f"{file}:{number}")
+
+
+def parse_chat(line: str, source: str) -> Chat:
+    """Check one JSON line and return it as a Chat; DataError names `source`."""
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{source}: not valid JSON ({error})") from None
+    if not isinstance(row, dict):
+        raise DataError(f"{source}: expected a JSON object with 'messages', found {_kind(row)}")
+    messages = row.get("messages")
+    if not isinstance(messages, list) or not messages:
+        found = f"keys {sorted(row)}" if messages is None else _kind(messages)
+        raise DataError(f"{source}: 'messages' must be a non-empty list, found {found}")
+    parsed = [_message(message, f"{source}: messages[{i}]") for i, message in enumerate(messages)]
+    if row.get("reply_ids") is not None:
+        _attach_reply_ids(parsed, row["reply_ids"], source)
+    return Chat(parsed, _finished(row, source), _temperature(row, source) == 0, source)
+
+
+def _open(file: str) -> TextIO:
+    path = Path(file)
+    if not path.exists():
+        raise DataError(f"{file}: no such file")
+    if path.is_dir():
+        raise DataError(f"{file} is a folder; name its .jsonl or .jsonl.gz files")
+    try:
+        return gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{file}: cannot be opened ({error.strerror})") from None
+
+
+def _numbered(lines: TextIO, file: str) -> Iterator[tuple[int, str]]:
+    number = 0
+    while True:
+        number += 1
+        try:
+            line = lines.readline()
+        except UnicodeDecodeError as error:
+            raise DataError(f"{file}:{number}: not UTF-8 text ({error.reason})") from None
+        except (OSError, EOFError) as error:
+            raise DataError(f"{file}:{number}: cannot be read further ({error})") from None
+        if not line:
+            return
+        yield number, line
+
+
+def _message(message: Any, where: str) -> Message:
+    if not isinstance(message, dict):
+        raise DataError(f"{where} must be an object with 'role' and 'content', found {_kind(message)}")
+    role, content = message.get("role"), message.get("content")
+    if role not in ROLES:
+        raise DataError(f"{where} has role {role!r}; allowed: {', '.join(ROLES)}")
+    if not isinstance(content, str):
+        found = _kind(content) if "content" in message else "no such key"
+        raise DataError(f"{where}: 'content' must be a string, found {found}")
+    ids = message.get("token_ids")
+    if ids is not None and role != "assistant":
+        raise DataError(f"{where}: 'token_ids' belongs to assistant messages, this one is from {role!r}")
+    return Message(role, content, None if ids is None else _token_ids(ids, where))
+
+
+def _attach_reply_ids(messages: list[Message], ids: Any, source: str) -> None:
+    last = max((i for i, m in enumerate(messages) if m.role == "assistant"), default=None)
+    if last is None:
+        raise DataError(f"{source}: 'reply_ids' given, but there is no assistant message")
+    messages[last] = Message("assistant", messages[last].content, _token_ids(ids, f"{source}: reply_ids"))
+
+
+def _token_ids(ids: Any, where: str) -> list[int]:
+    if not isinstance(ids, list) or any(type(i) is not int or i < 0 for i in ids):
+        raise DataError(f"{where}: token ids must be a flat list of integers >= 0")
+    return ids
+
+
+def _finished(row: dict, source: str) -> bool:
+    finished = row.get("finished", True)
+    if not isinstance(finished, bool):
+        raise DataError(f"{source}: 'finished' must be true or false, found {finished!r}")
+    return finished
+
+
+def _temperature(row: dict, source: str) -> float | None:
+    value = row.get("temperature")
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0):
+        raise DataError(f"{source}: 'temperature' must be a number >= 0, found {value!r}")
+    return value
+
+
+def _kind(value: Any) -> str:
+    return "null" if value is None else f"{type(value).__name__} {str(value)[:40]!r}"

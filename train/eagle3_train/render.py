@@ -1,0 +1,201 @@
+"""Turn a chat into rows of token ids with the assistant spans marked, from render boundaries alone.
+
+The span of an assistant turn is what a head must draft: everything after the rendered history with its generation
+prompt, up to and including the end-of-turn token. Text is never searched for markers and no template tag is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from eagle3.errors import DataError
+from eagle3_train.chats import Chat
+
+_PROBES = ("Alpha", "Omega!")
+
+
+@dataclass(frozen=True)
+class Row:
+    """`input_ids` [T]; `span_ids` [T]: 0 = not supervised, n = inside the n-th assistant span of this row.
+
+    `prompt_ids` are the ids up to the chat's first reply: rows that share them belong to one split.
+    """
+
+    input_ids: list[int]
+    span_ids: list[int]
+    prompt_ids: list[int]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One assistant turn: the rendered history, the reply (end-of-turn included), and both as the template has it."""
+
+    prefix: list[int]
+    reply: list[int]
+    rendered: list[int]
+
+
+@dataclass(frozen=True)
+class TurnEnd:
+    """The template's text after an assistant turn's content, as ids; the first `kept` of them end the reply."""
+
+    ids: list[int]
+    kept: int
+
+
+def render_ids(tokenizer: Any, messages: list[dict], add_generation_prompt: bool = False, **options: Any) -> list[int]:
+    """Render messages through the tokenizer's chat template to a flat list of ids.
+
+    transformers 5 returns a BatchEncoding by default (its len() is 2); the result is checked, not assumed.
+    """
+    out = tokenizer.apply_chat_template(
+        messages, tokenize=True, add_generation_prompt=add_generation_prompt, return_dict=False, **options
+    )
+    ids = out["input_ids"] if hasattr(out, "keys") else out
+    if not isinstance(ids, list) or any(type(i) is not int for i in ids):
+        raise DataError(f"the chat template returned {type(ids).__name__}, expected a flat list of token ids")
+    return ids
+
+
+class ChatRenderer:
+    """Renders chats of one tokenizer.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer with a chat template.
+        eos_ids: the target's EOS ids; the first of them after a reply ends its span. Where the template puts none
+            there, the first special token does; where there is none either, the span ends with the reply's text.
+        template_options: extra variables for the template (such as `enable_thinking`).
+    """
+
+    def __init__(self, tokenizer: Any, eos_ids: Iterable[int] = (), template_options: dict | None = None):
+        if not getattr(tokenizer, "chat_template", None):
+            raise DataError("the target's tokenizer has no chat template: chats cannot be rendered")
+        self.tokenizer = tokenizer
+        self.eos_ids = frozenset(eos_ids)
+        self.special_ids = frozenset(i for i, t in tokenizer.added_tokens_decoder.items() if t.special)
+        self.vocab_size = len(tokenizer)
+        self._options = template_options or {}
+        self._ends: dict[tuple[str, ...], TurnEnd] = {}
+
+    def rows(self, chat: Chat) -> list[Row]:
+        """Render one chat to one row, or to more where the template rewrites history.
+
+        A turn joins the running row as long as the history that the template renders for it continues that row;
+        where it does not (templates that drop earlier thinking), the row is closed and the turn starts a new one,
+        its history rendered as at inference and not supervised. Generated ids stay in place in later history.
+        Assistant turns before the first user turn answer nothing: they are history only. A row ends with its last
+        span, so template text after the last end-of-turn and messages without a reply are left out.
+
+        Raises:
+            DataError: naming the chat and the turn, if the template fails or the reply cannot be located.
+        """
+        rows: list[Row] = []
+        before: Turn | None = None
+        for index in self._reply_indexes(chat):
+            turn = self.turn(chat, index)
+            joined = before is not None and turn.prefix[: len(before.rendered)] == before.rendered
+            history = turn.prefix[len(before.rendered) :] if joined and before else turn.prefix
+            span = 1 + max(rows[-1].span_ids) if joined else 1
+            ids, spans = history + turn.reply, [0] * len(history) + [span] * len(turn.reply)
+            if joined:
+                ids, spans = rows[-1].input_ids + ids, rows.pop().span_ids + spans
+            first = rows[0].prompt_ids if rows else ids[: spans.index(1)] if 1 in spans else ids
+            rows.append(Row(ids, spans, first))
+            before = turn
+        return rows
+
+    def turn(self, chat: Chat, index: int) -> Turn:
+        """Render assistant turn `index` of a chat."""
+        where = f"{chat.source or 'chat'}: messages[{index}]"
+        prefix = self._render(chat.plain(index), where, add_generation_prompt=True)
+        full = self._render(chat.plain(index + 1), where)
+        end, rendered_end = self._locate_end(chat, index, full, where)
+        rendered = full[:rendered_end]
+        finished = chat.finished or any(m.role == "assistant" for m in chat.messages[index + 1 :])
+        ids = chat.messages[index].token_ids
+        if ids is not None:
+            return Turn(prefix, self._generated(ids, end, finished, where), rendered)
+        content_end = rendered_end if finished else rendered_end - end.kept
+        if full[: len(prefix)] == prefix:
+            return Turn(prefix, full[len(prefix) : content_end], rendered)
+        reply = self._reply_alone(chat, index, where) + (end.ids[: end.kept] if finished else [])
+        return Turn(prefix, reply, rendered)
+
+    def _reply_indexes(self, chat: Chat) -> list[int]:
+        roles = [m.role for m in chat.messages]
+        asked = roles.index("user") if "user" in roles else len(roles)
+        return [i for i, role in enumerate(roles) if role == "assistant" and i > asked]
+
+    def _generated(self, ids: list[int], end: TurnEnd, finished: bool, where: str) -> list[int]:
+        if ids and max(ids) >= self.vocab_size:
+            raise DataError(f"{where}: token id {max(ids)} is outside the tokenizer's {self.vocab_size} tokens")
+        if not finished or (ids and end.kept and ids[-1] == end.ids[end.kept - 1]):
+            return ids
+        return ids + end.ids[: end.kept]
+
+    def _locate_end(self, chat: Chat, index: int, full: list[int], where: str) -> tuple[TurnEnd, int]:
+        """The turn's end and the index in `full` just behind its last kept token."""
+        key = tuple(m.role for m in chat.messages[: index + 1])
+        for attempt in range(2):
+            if attempt or key not in self._ends:
+                self._ends[key] = self._probe_end(chat, index, where)
+            end = self._ends[key]
+            stop = len(full) - (len(end.ids) - end.kept)
+            # a special token splits the text before tokenising, so what follows it is the same ids in every row
+            checked = end.ids[end.kept - 1 :] if end.kept else end.ids
+            if full[len(full) - len(checked) :] == checked:
+                return end, stop
+        raise DataError(f"{where}: the end of this turn cannot be located: its text merges with the template's")
+
+    def _probe_end(self, chat: Chat, index: int, where: str) -> TurnEnd:
+        """Find the text after a reply as what two renderings with different replies end in."""
+        texts = [self._text(chat.plain(index) + [{"role": "assistant", "content": p}], where) for p in _PROBES]
+        if texts[0] == texts[1]:
+            raise DataError(f"{where}: the chat template does not render this turn's content")
+        length = _common_suffix(*texts)
+        ids = self.tokenizer(texts[0][len(texts[0]) - length :], add_special_tokens=False)["input_ids"]
+        kept = next((i + 1 for i, token in enumerate(ids) if token in self.eos_ids), 0)
+        kept = kept or next((i + 1 for i, token in enumerate(ids) if token in self.special_ids), 0)
+        return TurnEnd(ids, kept)
+
+    def _reply_alone(self, chat: Chat, index: int, where: str) -> list[int]:
+        """Tokenise the reply apart from its history, where the tokenizer would merge the two at their border."""
+        before = self._text(chat.plain(index), where, add_generation_prompt=True)
+        full = self._text(chat.plain(index + 1), where)
+        if not full.startswith(before):
+            raise DataError(
+                f"{where}: the history with the generation prompt is not a prefix of this rendered turn, so its "
+                "first token is unknown; give the reply's generated 'token_ids', or template options that match"
+            )
+        probes = [self._text(chat.plain(index) + [{"role": "assistant", "content": p}], where) for p in _PROBES]
+        reply = full[len(before) : len(full) - _common_suffix(*probes)]
+        return self.tokenizer(reply, add_special_tokens=False)["input_ids"]
+
+    def _render(self, messages: list[dict], where: str, **options: Any) -> list[int]:
+        try:
+            return render_ids(self.tokenizer, messages, **options, **self._options)
+        except DataError:
+            raise
+        except Exception as error:  # a template is foreign code: it may raise anything
+            raise _template_error(where, error) from error
+
+    def _text(self, messages: list[dict], where: str, add_generation_prompt: bool = False) -> str:
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=add_generation_prompt, **self._options
+            )
+        except Exception as error:  # a template is foreign code: it may raise anything
+            raise _template_error(where, error) from error
+
+
+def _template_error(where: str, error: Exception) -> DataError:
+    return DataError(f"{where}: the chat template failed: {type(error).__name__}: {error}")
+
+
+def _common_suffix(a: str, b: str) -> int:
+    length = 0
+    while length < min(len(a), len(b)) and a[-1 - length] == b[-1 - length]:
+        length += 1
+    return length
