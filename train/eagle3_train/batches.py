@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import ceil
 from typing import Any
 
 import torch
@@ -20,9 +21,9 @@ from eagle3.errors import ConfigError
 class PackedBatch:
     """Documents end to end; T tokens in all.
 
-    `ids`, `positions` (restart per document), `documents` (index of the token's document) and `span_ids` are int64
-    [T]. Span ids are 0 outside, and no two documents of a batch share another one: equal ids mean one span of one
-    document. `lengths` sums to T.
+    `ids`, `positions` (restart per document), `documents` (index of the token's document) and `span_ids` are
+    int64 [T]. Span ids are 0 outside, and no two documents of a batch share another one: equal ids mean one
+    span of one document. `lengths` sums to T.
     """
 
     ids: Tensor
@@ -32,7 +33,9 @@ class PackedBatch:
     lengths: list[int]
 
     def to(self, device: torch.device | str) -> PackedBatch:
-        moved = {name: getattr(self, name).to(device) for name in ("ids", "span_ids", "positions", "documents")}
+        moved = {
+            name: getattr(self, name).to(device) for name in ("ids", "span_ids", "positions", "documents")
+        }
         return replace(self, **moved)
 
 
@@ -77,14 +80,17 @@ def shift_ids(batch: PackedBatch, k: int) -> tuple[Tensor, Tensor]:
 class Batches:
     """Shuffled batches by global step; stateless, so resuming at a step needs nothing but its number.
 
-    An epoch is a permutation of the rows by (seed, epoch), cut into global batches of `rows_per_batch * world` rows,
-    of which each rank takes every world-th row. Up to world-1 rows repeat at an epoch's end, so that all ranks get
-    the same number of batches of the same number of rows; the last batch of an epoch may be smaller.
+    An epoch is a permutation of the rows by (seed, epoch), cut into global batches of `rows_per_batch *
+    world` rows, of which each rank takes every world-th row. Up to world-1 rows repeat at an epoch's end, so
+    that all ranks get the same number of batches of the same number of rows; the last batch of an epoch may
+    be smaller.
     """
 
     def __init__(self, dataset: Any, rows_per_batch: int, seed: int = 0, rank: int = 0, world: int = 1):
         if rows_per_batch < 1 or not 0 <= rank < world:
-            raise ConfigError(f"need rows_per_batch >= 1 and 0 <= rank < world, found {rows_per_batch}, {rank}, {world}")
+            raise ConfigError(
+                f"need rows_per_batch >= 1 and 0 <= rank < world, found {rows_per_batch}, {rank}, {world}"
+            )
         if not len(dataset):
             raise ConfigError("no rows to make batches of")
         self.dataset, self.rows_per_batch, self.seed = dataset, rows_per_batch, seed
@@ -93,7 +99,7 @@ class Batches:
 
     def __len__(self) -> int:
         """Batches of one epoch, on every rank."""
-        return -(-len(self.dataset) // (self.rows_per_batch * self.world))
+        return ceil(len(self.dataset) / (self.rows_per_batch * self.world))
 
     def epoch(self, step: int) -> int:
         return step // len(self)
@@ -115,8 +121,10 @@ class Batches:
         return order + (order * missing)[:missing]
 
 
-def sequential_batches(dataset: Any, rows_per_batch: int, rank: int = 0, world: int = 1) -> Iterator[PackedBatch]:
-    """Every row exactly once, in order, shared among the ranks (for evaluation: ranks may get unequal numbers)."""
+def sequential_batches(
+    dataset: Any, rows_per_batch: int, rank: int = 0, world: int = 1
+) -> Iterator[PackedBatch]:
+    """Every row exactly once, in order, shared among the ranks; they may get unequal numbers."""
     mine = range(rank, len(dataset), world)
     for start in range(0, len(mine), rows_per_batch):
         yield pack([dataset[i] for i in mine[start : start + rows_per_batch]])

@@ -1,8 +1,9 @@
 """Read chats from JSONL files and check every line. Knows nothing of tokenizers or tokens' meaning.
 
-A line is `{"messages": [{"role", "content"}, ...]}` with the roles system, user, assistant. Optional: an assistant
-message's `token_ids` (the generated ids, end-of-turn excluded), or the row's `reply_ids` for the last one;
-`finished` (default true: the last reply ended by itself); `temperature` (0 = the reply is the target's greedy one).
+A line is `{"messages": [{"role", "content"}, ...]}` with the roles system, user, assistant. Optional: an
+assistant message's `token_ids` (the generated ids, end-of-turn excluded), or the row's `reply_ids` for the
+last one; `finished` (default true: the last reply ended by itself); `temperature` (0 = the reply is the
+target's greedy one).
 """
 
 from __future__ import annotations
@@ -80,7 +81,9 @@ def _open(file: str) -> TextIO:
     if path.is_dir():
         raise DataError(f"{file} is a folder; name its .jsonl or .jsonl.gz files")
     try:
-        return gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
+        return (
+            gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
+        )
     except OSError as error:
         raise DataError(f"{file}: cannot be opened ({error.strerror})") from None
 
@@ -137,7 +140,9 @@ def _finished(row: dict, source: str) -> bool:
 
 def _temperature(row: dict, source: str) -> float | None:
     value = row.get("temperature")
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0):
+    if value is not None and (
+        isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0
+    ):
         raise DataError(f"{source}: 'temperature' must be a number >= 0, found {value!r}")
     return value
 

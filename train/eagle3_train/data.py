@@ -1,7 +1,7 @@
 """Chats to supervised token rows: render, truncate, drop and count, deduplicate, split, count tokens.
 
-Rows are a `datasets.Dataset` with `input_ids`, `span_ids` (lists of one length) and `greedy`. Everything is built in
-memory from the files as they are now: no cache is read, so none can be stale.
+Rows are a `datasets.Dataset` with `input_ids`, `span_ids` (lists of one length) and `greedy`. Everything is
+built in memory from the files as they are now: no cache is read, so none can be stale.
 """
 
 from __future__ import annotations
@@ -76,12 +76,14 @@ def split_rows(
 ) -> tuple[Dataset, Dataset]:
     """Split into (train, held-out) by a hash of each row's prompt: order and other rows do not matter to it.
 
-    Rows with one prompt land on one side. The held-out side keeps greedy replies only, as the simulated tau needs
-    them; where it has none it keeps all. Give `eval_fraction` (of the prompts), or `eval_rows`: the prompts with the
-    smallest hashes until that many rows are held out.
+    Rows with one prompt land on one side. The held-out side keeps greedy replies only, as the simulated tau
+    needs them; where it has none it keeps all. Give `eval_fraction` (of the prompts), or `eval_rows`: the
+    prompts with the smallest hashes until that many rows are held out.
     """
     if not 0 <= eval_fraction < 1 or eval_rows < 0 or (eval_fraction and eval_rows):
-        raise ConfigError(f"give eval_fraction in [0, 1) or eval_rows >= 0, found {eval_fraction} and {eval_rows}")
+        raise ConfigError(
+            f"give eval_fraction in [0, 1) or eval_rows >= 0, found {eval_fraction} and {eval_rows}"
+        )
     keys, greedy = np.array(dataset["prompt_key"], dtype=np.uint64), np.array(dataset["greedy"], dtype=bool)
     usable = greedy if greedy.any() else np.ones_like(greedy)
     held_out = keys < np.uint64(eval_fraction * 2**63)
@@ -89,9 +91,11 @@ def split_rows(
         held_out = keys <= _key_limit(keys[usable], eval_rows)
     train, chosen = np.flatnonzero(~held_out), np.flatnonzero(held_out & usable)
     if not len(train):
-        raise DataError(f"0 of {len(keys)} rows left to train on: hold out fewer than {len(chosen)} or add data")
+        raise DataError(
+            f"0 of {len(keys)} rows left to train on: hold out fewer than {len(chosen)} or add data"
+        )
     if held_out.any() and not greedy.any():
-        print("data: no reply is marked greedy (temperature 0): held-out tau is measured on all kinds of replies")
+        print("data: no reply is marked greedy (temperature 0): held-out tau is over all replies")
     if report:
         report.train_rows, report.eval_rows = len(train), len(chosen)
         report.eval_rows_not_greedy = int(held_out.sum()) - len(chosen)
@@ -116,18 +120,20 @@ def token_counts(dataset: Dataset, vocab_size: int) -> Tensor:
     for row in dataset.with_format("numpy"):
         ids, predicted = row["input_ids"], predicted_tokens(row["span_ids"])
         if ids.max(initial=0) >= vocab_size:
-            raise DataError(f"token id {ids.max()} in the data is outside the target's vocabulary of {vocab_size}")
+            raise DataError(
+                f"token id {ids.max()} in the data is outside the target's vocabulary of {vocab_size}"
+            )
         counts += np.bincount(ids[predicted], minlength=vocab_size)
     return torch.from_numpy(counts)
 
 
 def coverage(counts: Tensor, chosen: Tensor) -> float:
-    """Share of the counted tokens [V] that lie in the draft vocab, `chosen` (target ids, or a bool mask [V])."""
+    """Share of the counted tokens [V] that lie in the draft vocab `chosen` (target ids or bool mask [V])."""
     return (counts[chosen].sum() / counts.sum().clamp(min=1)).item()
 
 
 def predicted_tokens(span_ids: np.ndarray) -> np.ndarray:
-    """Which tokens of one row [T] are predicted by a supervised row of step 0: in a span, but not its first."""
+    """Which tokens of one row [T] a head predicts at step 0: those in a span, but not its first."""
     inside = np.zeros(len(span_ids), dtype=bool)
     inside[2:] = (span_ids[2:] != 0) & (span_ids[2:] == span_ids[1:-1])
     return inside
@@ -192,7 +198,11 @@ def _dataset(generator: Callable[[], Iterator[dict]], files: list[str]) -> Datas
         with tempfile.TemporaryDirectory(prefix="eagle3-data-") as folder:
             # a fresh fingerprint and folder: `datasets` would else reuse rows of files that changed since
             return datasets.Dataset.from_generator(
-                generator, features=features, cache_dir=folder, keep_in_memory=True, fingerprint=uuid.uuid4().hex
+                generator,
+                features=features,
+                cache_dir=folder,
+                keep_in_memory=True,
+                fingerprint=uuid.uuid4().hex,
             )
     except datasets.exceptions.DatasetGenerationError as error:
         cause = error.__cause__ or error.__context__

@@ -1,7 +1,8 @@
 """Turn a chat into rows of token ids with the assistant spans marked, from render boundaries alone.
 
-The span of an assistant turn is what a head must draft: everything after the rendered history with its generation
-prompt, up to and including the end-of-turn token. Text is never searched for markers and no template tag is used.
+The span of an assistant turn is what a head must draft: everything after the rendered history with its
+generation prompt, up to and including the end-of-turn token. Text is never searched for markers and no
+template tag is used.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Turn:
-    """One assistant turn: the rendered history, the reply (end-of-turn included), and both as the template has it."""
+    """One assistant turn: its history, its reply with the end-of-turn, both as the template renders them."""
 
     prefix: list[int]
     reply: list[int]
@@ -39,13 +40,15 @@ class Turn:
 
 @dataclass(frozen=True)
 class TurnEnd:
-    """The template's text after an assistant turn's content, as ids; the first `kept` of them end the reply."""
+    """Ids of the template's text after an assistant's content; the first `kept` of them end the reply."""
 
     ids: list[int]
     kept: int
 
 
-def render_ids(tokenizer: Any, messages: list[dict], add_generation_prompt: bool = False, **options: Any) -> list[int]:
+def render_ids(
+    tokenizer: Any, messages: list[dict], add_generation_prompt: bool = False, **options: Any
+) -> list[int]:
     """Render messages through the tokenizer's chat template to a flat list of ids.
 
     transformers 5 returns a BatchEncoding by default (its len() is 2); the result is checked, not assumed.
@@ -64,8 +67,10 @@ class ChatRenderer:
 
     Args:
         tokenizer: a Hugging Face tokenizer with a chat template.
-        eos_ids: the target's EOS ids; the first of them after a reply ends its span. Where the template puts none
-            there, the first special token does; where there is none either, the span ends with the reply's text.
+        eos_ids: the target's EOS ids; the first of them after a reply ends its span. Where the template puts
+        none
+            there, the first special token does; where there is none either, the span ends with the reply's
+            text.
         template_options: extra variables for the template (such as `enable_thinking`).
     """
 
@@ -82,11 +87,12 @@ class ChatRenderer:
     def rows(self, chat: Chat) -> list[Row]:
         """Render one chat to one row, or to more where the template rewrites history.
 
-        A turn joins the running row as long as the history that the template renders for it continues that row;
-        where it does not (templates that drop earlier thinking), the row is closed and the turn starts a new one,
-        its history rendered as at inference and not supervised. Generated ids stay in place in later history.
-        Assistant turns before the first user turn answer nothing: they are history only. A row ends with its last
-        span, so template text after the last end-of-turn and messages without a reply are left out.
+        A turn joins the running row as long as the history that the template renders for it continues that
+        row; where it does not (templates that drop earlier thinking), the row is closed and the turn starts a
+        new one, its history rendered as at inference and not supervised. Generated ids stay in place in later
+        history. Assistant turns before the first user turn answer nothing: they are history only. A row ends
+        with its last span, so template text after the last end-of-turn and messages without a reply are left
+        out.
 
         Raises:
             DataError: naming the chat and the turn, if the template fails or the reply cannot be located.
@@ -130,7 +136,9 @@ class ChatRenderer:
 
     def _generated(self, ids: list[int], end: TurnEnd, finished: bool, where: str) -> list[int]:
         if ids and max(ids) >= self.vocab_size:
-            raise DataError(f"{where}: token id {max(ids)} is outside the tokenizer's {self.vocab_size} tokens")
+            raise DataError(
+                f"{where}: token id {max(ids)} is outside the tokenizer's {self.vocab_size} tokens"
+            )
         if not finished or (ids and end.kept and ids[-1] == end.ids[end.kept - 1]):
             return ids
         return ids + end.ids[: end.kept]
@@ -143,15 +151,19 @@ class ChatRenderer:
                 self._ends[key] = self._probe_end(chat, index, where)
             end = self._ends[key]
             stop = len(full) - (len(end.ids) - end.kept)
-            # a special token splits the text before tokenising, so what follows it is the same ids in every row
+            # a special token splits the text before tokenising, so what follows it has the same ids always
             checked = end.ids[end.kept - 1 :] if end.kept else end.ids
             if full[len(full) - len(checked) :] == checked:
                 return end, stop
-        raise DataError(f"{where}: the end of this turn cannot be located: its text merges with the template's")
+        raise DataError(
+            f"{where}: the end of this turn cannot be located: its text merges with the template's"
+        )
 
     def _probe_end(self, chat: Chat, index: int, where: str) -> TurnEnd:
         """Find the text after a reply as what two renderings with different replies end in."""
-        texts = [self._text(chat.plain(index) + [{"role": "assistant", "content": p}], where) for p in _PROBES]
+        texts = [
+            self._text([*chat.plain(index), {"role": "assistant", "content": p}], where) for p in _PROBES
+        ]
         if texts[0] == texts[1]:
             raise DataError(f"{where}: the chat template does not render this turn's content")
         length = _common_suffix(*texts)
@@ -161,15 +173,17 @@ class ChatRenderer:
         return TurnEnd(ids, kept)
 
     def _reply_alone(self, chat: Chat, index: int, where: str) -> list[int]:
-        """Tokenise the reply apart from its history, where the tokenizer would merge the two at their border."""
+        """Tokenise the reply apart from its history, where the tokenizer would merge the two."""
         before = self._text(chat.plain(index), where, add_generation_prompt=True)
         full = self._text(chat.plain(index + 1), where)
         if not full.startswith(before):
             raise DataError(
-                f"{where}: the history with the generation prompt is not a prefix of this rendered turn, so its "
-                "first token is unknown; give the reply's generated 'token_ids', or template options that match"
+                f"{where}: the history with the generation prompt is not a prefix of this rendered turn, so "
+                "its first token is unknown; give the generated 'token_ids', or matching template options"
             )
-        probes = [self._text(chat.plain(index) + [{"role": "assistant", "content": p}], where) for p in _PROBES]
+        probes = [
+            self._text([*chat.plain(index), {"role": "assistant", "content": p}], where) for p in _PROBES
+        ]
         reply = full[len(before) : len(full) - _common_suffix(*probes)]
         return self.tokenizer(reply, add_special_tokens=False)["input_ids"]
 

@@ -1,0 +1,271 @@
+"""The record of a run: metrics.jsonl, run.json and accelerate's trackers.
+
+Knows nothing of models or losses. Make these on the main process only (Trackers: on every process, as
+accelerate needs; only the main one logs).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any
+
+from eagle3 import __version__
+from eagle3.errors import ConfigError
+
+
+def write_json(path: Path | str, value: Any) -> None:
+    """Write JSON under a temporary name, then rename: readers see the old file or the whole new one."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(plain(value), indent=2) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def plain(value: Any) -> Any:
+    """The value as JSON holds it: tensors as numbers, paths as strings, NaN and infinity as null."""
+    if isinstance(value, dict):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(v) for v in value]
+    if hasattr(value, "tolist"):
+        return plain(value.tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, bool | int | str) else str(value)
+
+
+class MetricsLog:
+    """`metrics.jsonl`: one JSON object per line, flushed at once, steps never falling.
+
+    Args:
+        path: the file; its folder is made.
+        resume_step: None starts the file anew; a step keeps earlier records up to and including it and drops
+        later
+            ones (they come from steps that the resumed run repeats) and a line that a kill cut short.
+    """
+
+    def __init__(self, path: Path | str, resume_step: int | None = None):
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [] if resume_step is None else [r for r in read_metrics(self.path) if r["step"] <= resume_step]
+        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
+        temporary.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
+        os.replace(temporary, self.path)
+        self._last = kept[-1]["step"] if kept else 0
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append one record; it must hold `step`."""
+        assert record["step"] >= self._last, f"step {record['step']} after step {self._last}"
+        self._last = record["step"]
+        self._file.write(json.dumps(plain(record)) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_metrics(path: Path | str) -> list[dict[str, Any]]:
+    """The records of a metrics file, without a last line that was cut short; no file: none."""
+    path = Path(path)
+    if not path.exists():
+        return []
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            break
+    return records
+
+
+class RunRecord:
+    """`run.json`: how the run was started, on what, and how it ended.
+
+    A resumed run keeps the record of the earlier part under `previous`.
+    """
+
+    def __init__(self, path: Path | str, config: Any, seeds: dict[str, int], resume_step: int | None = None):
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.record = {
+            "argv": sys.argv,
+            "versions": versions(),
+            "git": git_revision(),
+            "seeds": seeds,
+            "config": plain(config),
+            "hardware": hardware(),
+            "started": _now(),
+            "ended": None,
+            "resumed_from_step": resume_step,
+            "previous": self._previous() if resume_step is not None else [],
+        }
+        self._started = time.monotonic()
+        write_json(self.path, self.record)
+
+    def finish(self, **results: Any) -> None:
+        """Note the end time, the seconds taken and the results."""
+        self.update(ended=_now(), seconds=round(time.monotonic() - self._started, 1), **results)
+
+    def update(self, **fields: Any) -> None:
+        self.record.update(plain(fields))
+        write_json(self.path, self.record)
+
+    def _previous(self) -> list[dict]:
+        if not self.path.exists():
+            return []
+        try:
+            old = json.loads(self.path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ConfigError(
+                f"{self.path} is not valid JSON ({error}): move it away to resume this run"
+            ) from None
+        return [*old.pop("previous", []), old]
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of what decides the numbers; None = not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in ("torch", "transformers", "datasets", "accelerate", "triton", "deepspeed"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    found["eagle3"] = __version__
+    return found
+
+
+def git_revision(file: Path | str = __file__) -> dict[str, Any] | None:
+    """Revision of the checkout that holds `file`, and whether tracked files differ; None outside one."""
+    folder = str(Path(file).resolve().parent)
+
+    def git(*words: str) -> str | None:
+        try:
+            done = subprocess.run(["git", "-C", folder, *words], capture_output=True, text=True, timeout=10)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    # a file that git does not track belongs to a package installed inside somebody else's checkout
+    if not git("ls-files", "--error-unmatch", str(Path(file).resolve())):
+        return None
+    return {"revision": git("rev-parse", "HEAD"), "modified": bool(git("status", "--porcelain", "-uno"))}
+
+
+def hardware() -> dict[str, Any]:
+    """CPU model, cores, torch threads, GPUs."""
+    import torch
+
+    cuda = torch.cuda.is_available()
+    return {
+        "platform": platform.platform(),
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [],
+    }
+
+
+class Trackers:
+    """accelerate's trackers (W&B, TensorBoard, ...), so that a resumed run continues the same one.
+
+    Pass `names` to `Accelerator(log_with=...)`, then `start`. Keep `state()` in the checkpoint and give it
+    back to `start` on resume. What is asked for and not installed is left out, said once.
+    """
+
+    def __init__(self, log_with: Iterable[str] = (), folder: Path | str = ".", project: str = "eagle3"):
+        self.names = available_trackers(log_with)
+        self.folder, self.project = str(folder), project
+        self.run_id = uuid.uuid4().hex[:12]
+        self._accelerator: Any = None
+
+    def start(self, accelerator: Any, config: dict[str, Any], state: dict[str, Any] | None = None) -> None:
+        """Open the trackers; `state` is what `state()` returned in the run that is resumed.
+
+        WANDB_MODE is honoured. W&B that cannot start otherwise (no login, no network) goes offline and says
+        so.
+        """
+        if not self.names:
+            return
+        self._accelerator = accelerator
+        self.run_id = (state or {}).get("run_id", self.run_id)
+        settings = _flat(plain(config))
+        Path(self.folder).mkdir(parents=True, exist_ok=True)
+        try:
+            accelerator.init_trackers(self.project, settings, init_kwargs=self.init_kwargs())
+        except Exception as error:  # wandb raises its own errors, and is not always installed
+            if "wandb" not in self.names or os.environ.get("WANDB_MODE"):
+                raise ConfigError(f"tracker {', '.join(self.names)} cannot start: {error}") from error
+            print(
+                f"wandb cannot start online ({error}); its run is kept offline in {self.folder}",
+                file=sys.stderr,
+            )
+            accelerator.init_trackers(self.project, settings, init_kwargs=self.init_kwargs(mode="offline"))
+
+    def init_kwargs(self, **options: Any) -> dict[str, dict[str, Any]]:
+        """What `accelerator.init_trackers` takes: one run id, resumed where W&B knows it already."""
+        wandb = {"id": self.run_id, "resume": "allow", "dir": self.folder, **options}
+        return {"wandb": wandb} if "wandb" in self.names else {}
+
+    def state(self) -> dict[str, Any]:
+        return {"run_id": self.run_id}
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Log the numbers of a metrics record at its step, as `train/name` or `eval/name`; lists as name.0"""
+        if self._accelerator is None:
+            return
+        values = {k: v for k, v in _flat(plain(record)).items() if isinstance(v, int | float) and k != "step"}
+        split = record.get("split", "train")
+        self._accelerator.log({f"{split}/{k}": v for k, v in values.items()}, step=record["step"])
+
+    def finish(self) -> None:
+        if self._accelerator is not None:
+            self._accelerator.end_training()
+            self._accelerator = None
+
+
+def available_trackers(log_with: Iterable[str]) -> list[str]:
+    """The trackers of `log_with` that are installed; says once which are not. ConfigError: unknown names."""
+    packages = {"wandb": "wandb", "tensorboard": "tensorboard", "trackio": "trackio", "mlflow": "mlflow"}
+    found = []
+    for name in dict.fromkeys([log_with] if isinstance(log_with, str) else log_with):
+        if name not in packages:
+            raise ConfigError(f"unknown tracker {name!r} in log_with; allowed: {', '.join(packages)}")
+        if util.find_spec(packages[name]):
+            found.append(name)
+        else:
+            print(f"{name} is not installed: going on without it (metrics.jsonl is written)", file=sys.stderr)
+    return found
+
+
+def _flat(value: Any, name: str = "") -> dict[str, bool | int | float | str]:
+    if isinstance(value, dict | list):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        return {
+            k: v for key, item in items for k, v in _flat(item, f"{name}.{key}" if name else str(key)).items()
+        }
+    return {name: str(value) if value is None else value}
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.split(":", 1)[1].strip() for line in lines if line.lower().startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
