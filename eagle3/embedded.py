@@ -95,8 +95,7 @@ def verify_checksum(path: Path) -> None:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != SHA256:
         raise Eagle3Error(
-            f"{path} has SHA-256 {found[:12]}..., expected {SHA256[:12]}...: "
-            f"{INSTALL_COMMAND} --force-reinstall"
+            f"{path} has SHA-256 {found[:12]}..., expected {SHA256[:12]}...: {INSTALL_COMMAND} --force-reinstall"
         )
 
 

@@ -1,0 +1,173 @@
+"""The one attention seam: targets and heads attend through a context object, so no model is copied or patched.
+
+Knows the call, not where keys live: a context decides where K/V go and what each query may see.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# no "flash", "sdpa", "flex_attention", "/" or leading "paged|" in it: transformers gives those a meaning
+SEAM = "eagle3_seam"
+
+# arguments that transformers hands to attention functions and that change nothing in a frozen forward
+_HARMLESS = frozenset(
+    {
+        "dropout",
+        "position_ids",
+        "use_cache",
+        "output_router_logits",
+        "output_attentions",
+        "output_hidden_states",
+        "is_causal",
+    }
+)
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One layer's attention over a packed row of T tokens.
+
+    query [Hq, T, d], key [Hkv, T, d], value [Hkv, T, dv] are of the T new tokens; `window` counts
+    positions (a query at position p sees positions > p - window); `sinks` [Hq] are per-head logits.
+    """
+
+    layer: int
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+class AttentionContext(Protocol):
+    """Owns the K/V rows and the visibility of one forward."""
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Return the attention output [T, Hq, dv] of `call`."""
+        ...
+
+
+# two families (Nemotron, StableLM) drop keywords in their decoder layer: the context is also kept here
+_current: ContextVar[AttentionContext | None] = ContextVar("eagle3_attention_context", default=None)
+
+
+@contextmanager
+def attending(ctx: AttentionContext) -> Iterator[None]:
+    """Make `ctx` the context of every seam call inside the block."""
+    token = _current.set(ctx)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def attend_through_seam(
+    module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask=None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    ctx: AttentionContext | None = None,
+    **extra,
+) -> tuple[Tensor, None]:
+    """The function registered with transformers' AttentionInterface; parameter names are part of that interface.
+
+    query [1, Hq, T, d], key [1, Hkv, T, d], value [1, Hkv, T, dv] -> ([1, T, Hq, dv], None).
+    """
+    ctx = ctx if ctx is not None else _current.get()
+    odd = sorted(name for name, x in extra.items() if x is not None and name not in _HARMLESS)
+    if ctx is None or attention_mask is not None or odd:
+        raise RuntimeError(
+            f"{type(module).__name__} layer {module.layer_idx}: the attention seam needs a context and no mask "
+            f"(context: {ctx is not None}, mask: {attention_mask is not None}, unknown arguments: {odd}); "
+            "call the model through eagle3.target.Target, or inside Target.stock() for plain transformers"
+        )
+    call = AttentionCall(
+        layer=module.layer_idx,
+        query=query[0],
+        key=key[0],
+        value=value[0],
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=sliding_window or None,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    return ctx.attend(call)[None], None
+
+
+def register_seam() -> None:
+    """Register the seam with transformers; idempotent. No mask function: transformers then builds no mask."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(SEAM, attend_through_seam)
+
+
+def masked_attention(call: AttentionCall, key: Tensor, value: Tensor, visible: Tensor) -> Tensor:
+    """Attention by its formula: softmax in fp32 over what each query may see.
+
+    key [Hkv, S, d], value [Hkv, S, dv], visible bool [T, S] -> [T, Hq, dv].
+    """
+    groups = call.query.shape[0] // key.shape[0]
+    key, value = (x.repeat_interleave(groups, 0) for x in (key, value))
+    scores = (call.query @ key.transpose(1, 2)) * call.scaling
+    if call.softcap is not None:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
+    scores = scores.masked_fill(~visible, float("-inf")).float()
+    if call.sinks is not None:
+        scores = torch.cat([scores, call.sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)], -1)
+    weights = scores.softmax(-1)[..., : visible.shape[1]].to(value.dtype)
+    return (weights @ value).transpose(0, 1).contiguous()
+
+
+class DenseCausal:
+    """Packed documents, each causal in itself, no K/V kept: the training target, probes and references.
+
+    Args:
+        lengths: tokens of each document, in row order; their sum is T.
+        plain: use the formula even where torch's fused attention would do (bit-equal to "eager").
+    """
+
+    def __init__(self, lengths: Sequence[int], plain: bool = False):
+        self.lengths = tuple(lengths)
+        self.plain = plain
+        self.windows: dict[int, int | None] = {}
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        if call.layer in self.windows:
+            raise RuntimeError(f"layer {call.layer} attends twice in one forward")
+        if call.query.shape[1] != sum(self.lengths):
+            raise RuntimeError(f"{call.query.shape[1]} rows for documents of {sum(self.lengths)} tokens")
+        self.windows[call.layer] = call.window
+        outputs, start = [], 0
+        for length in self.lengths:
+            rows = slice(start, start + length)
+            outputs.append(self._document(call, rows, length))
+            start += length
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _document(self, call: AttentionCall, rows: slice, length: int) -> Tensor:
+        query, key, value = call.query[:, rows], call.key[:, rows], call.value[:, rows]
+        windowed = call.window is not None and call.window < length
+        if self.plain or windowed or call.softcap is not None or call.sinks is not None:
+            at = torch.arange(length, device=query.device)
+            distance = at[:, None] - at
+            visible = (distance >= 0) & (distance < (call.window or length))
+            part = AttentionCall(call.layer, query, key, value, call.scaling, call.window, call.softcap, call.sinks)
+            return masked_attention(part, key, value, visible)
+        out = F.scaled_dot_product_attention(
+            query[None], key[None], value[None], is_causal=True, scale=call.scaling, enable_gqa=True
+        )
+        return out[0].transpose(0, 1).contiguous()

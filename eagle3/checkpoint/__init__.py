@@ -1,0 +1,1 @@
+"""Head checkpoints: `reference.py` is our own and the reference naming; one further file per foreign format."""

@@ -1,0 +1,207 @@
+"""Save and load heads as `model.safetensors` + `config.json` in the reference EAGLE-3 naming.
+
+What other tools do not know stands in our `eagle3` block of config.json; without that block a folder is read as
+the reference code's (three default capture layers, no options).
+"""
+
+import dataclasses
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from eagle3.capture import default_layers
+from eagle3.config import SCHEMA, HeadConfig
+from eagle3.errors import CheckpointError, ConfigError
+from eagle3.heads.eagle3 import Eagle3Head
+from eagle3.target import Target
+from eagle3.vocab import check_vocab_map, identity_map
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+_OPTIONS = ("fc_norm", "norm_before_residual", "norm_output", "qk_norm", "attention_bias", "sliding_window")
+_OWN = ("capture_layers", "target_fingerprint", "trained_length", "num_layers", *_OPTIONS)
+
+
+def save_head(folder: str | Path, head: Eagle3Head, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """Write the head's folder; floating weights are stored in `dtype`. The folder appears complete or not at all."""
+    folder = Path(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    state = {k: v.detach().cpu() for k, v in head.state_dict().items()}
+    state = {k: (v.to(dtype) if v.is_floating_point() else v).contiguous() for k, v in state.items()}
+    part = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        save_file(state, part / WEIGHTS, metadata={"format": "pt"})
+        (part / CONFIG).write_text(json.dumps(config_json(head.config, dtype), indent=2) + "\n")
+        replace_folder(part, folder)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return folder
+
+
+def replace_folder(part: Path, folder: Path) -> None:
+    """Rename `part` to `folder`, an earlier one being moved aside first and removed after."""
+    part.chmod(0o755)
+    old = folder.with_name(f".{folder.name}.old.{os.getpid()}")
+    if folder.exists():
+        folder.rename(old)
+    part.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def config_json(config: HeadConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """The reference config's keys, plus the `eagle3` block."""
+    reference = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_size": config.hidden_size,
+        "target_hidden_size": config.target_hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.rms_norm_eps,
+        "attention_bias": config.attention_bias,
+        "vocab_size": config.vocab_size,
+        "draft_vocab_size": config.draft_vocab_size,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rope_theta": config.rope_parameters.get("rope_theta"),
+        "rope_parameters": config.rope_parameters,
+        "tie_word_embeddings": False,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+    own = {name: getattr(config, name) for name in _OWN}
+    return {**reference, "eagle3": {"schema": SCHEMA, **own}}
+
+
+def load_head(folder: str | Path, target: Target, dtype: torch.dtype | None = None) -> Eagle3Head:
+    """Load a head for `target`.
+
+    Args:
+        folder: holds model.safetensors and config.json.
+        dtype: of the weights; None = the target's.
+    Raises:
+        CheckpointError: files missing or broken, a tensor missing, extra or mis-shaped, made for another target.
+        VocabMapError: the map is no injection into the target's vocabulary.
+    """
+    folder = Path(folder)
+    config = read_config(folder, target)
+    state = _read_weights(folder / WEIGHTS)
+    head = _skeleton(config, state)
+    _check_state(head, state, folder)
+    head.load_state_dict(state)
+    head.check_target(target)
+    return head.to(target.device, dtype or target.dtype).eval()
+
+
+def read_config(folder: Path, target: Target) -> HeadConfig:
+    """The head's settings; a folder without our block gets the reference's defaults for `target`."""
+    if not folder.is_dir():
+        what = "is a file, not a folder" if folder.exists() else "does not exist"
+        raise CheckpointError(f"draft head folder {str(folder)!r} {what}")
+    for name in (CONFIG, WEIGHTS):
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{str(folder)!r} is no head: {name} is missing")
+    try:
+        content = json.loads((folder / CONFIG).read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{folder / CONFIG} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{folder / CONFIG} holds no JSON object")
+    own = content.get("eagle3") or _foreign_block(content, target, folder)
+    if own.get("schema") != SCHEMA:
+        raise CheckpointError(
+            f"{folder / CONFIG}: schema {own.get('schema')!r} is not {SCHEMA}, the one this version reads"
+        )
+    names = {f.name for f in dataclasses.fields(HeadConfig)}
+    values = {k: v for k, v in {**content, **own}.items() if k in names}
+    values.setdefault("target_hidden_size", content.get("hidden_size"))
+    values.setdefault("draft_vocab_size", content.get("vocab_size"))
+    if not values.get("rope_parameters"):
+        values["rope_parameters"] = _rope_parameters(content, folder)
+    try:
+        return HeadConfig(**values)
+    except (TypeError, ConfigError) as error:
+        raise CheckpointError(f"{folder / CONFIG}: {error}") from error
+
+
+def _rope_parameters(content: dict, folder: Path) -> dict[str, Any]:
+    """transformers 4 kept rope_theta and rope_scaling apart."""
+    if content.get("rope_theta") is None:
+        raise CheckpointError(
+            f"{folder / CONFIG} has neither rope_parameters nor rope_theta; add the one it was trained with"
+        )
+    scaling = dict(content.get("rope_scaling") or {})
+    kind = scaling.pop("type", None) or scaling.pop("rope_type", None) or "default"
+    return {"rope_type": kind, "rope_theta": content["rope_theta"], **scaling}
+
+
+def _foreign_block(content: dict, target: Target, folder: Path) -> dict[str, Any]:
+    """Our block for a reference checkpoint: default layers, unless it names others (in which numbering?)."""
+    layers = default_layers(target.num_layers)
+    named = (content.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids") or content.get(
+        "eagle_aux_hidden_state_layer_ids"
+    )
+    if named and sorted(named) not in (list(layers), [i + 1 for i in layers]):
+        raise CheckpointError(
+            f"{folder / CONFIG} captures layers {named}, and tools number them in two ways (output of layer i, or of "
+            'layer i - 1); add "eagle3": {"schema": 1, "capture_layers": [...]} with outputs of 0-based layers'
+        )
+    unknown = [k for k in ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc") if content.get(k)]
+    if unknown:
+        raise CheckpointError(
+            f"{folder / CONFIG} sets {unknown}: only plain reference heads are read without our block"
+        )
+    return {"schema": SCHEMA, "capture_layers": layers, "num_layers": content.get("num_hidden_layers", 1)}
+
+
+def _read_weights(path: Path) -> dict[str, Tensor]:
+    try:
+        state = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    # the serving engines' naming of the same tensors
+    return {k.replace("layers.0.", "midlayer.", 1) if k.startswith("layers.0.") else k: v for k, v in state.items()}
+
+
+def _skeleton(config: HeadConfig, state: dict[str, Tensor]) -> Eagle3Head:
+    """A head with the checkpoint's vocabulary map; equal vocabulary sizes need no map."""
+    if "d2t" not in state:
+        if config.draft_vocab_size != config.vocab_size:
+            raise CheckpointError(
+                f"d2t is missing although the draft vocabulary ({config.draft_vocab_size}) is smaller than the "
+                f"target's ({config.vocab_size})"
+            )
+        vocab_map = identity_map(config.vocab_size)
+    else:
+        vocab_map = check_vocab_map(state["d2t"], state.get("t2d"), config.vocab_size)
+    state["d2t"], state["t2d"] = vocab_map.d2t, vocab_map.t2d
+    if vocab_map.d2t.shape[0] != config.draft_vocab_size:
+        raise CheckpointError(f"d2t has {vocab_map.d2t.shape[0]} entries, config.json says {config.draft_vocab_size}")
+    return Eagle3Head(config, vocab_map)
+
+
+def _check_state(head: Eagle3Head, state: dict[str, Tensor], folder: Path) -> None:
+    wanted = head.state_dict()
+    if not head.config.owns_embedding:
+        # the reference code saves no embedding, some tools save the target's: not ours to use
+        state.pop("embed_tokens.weight", None)
+    if missing := sorted(wanted.keys() - state.keys()):
+        raise CheckpointError(f"{folder / WEIGHTS} lacks {', '.join(missing)}")
+    if extra := sorted(state.keys() - wanted.keys()):
+        raise CheckpointError(f"{folder / WEIGHTS} has tensors that this head does not: {', '.join(extra)}")
+    for name, tensor in wanted.items():
+        if state[name].shape != tensor.shape:
+            raise CheckpointError(
+                f"{folder / WEIGHTS}: {name} is {list(state[name].shape)}, config.json asks for {list(tensor.shape)}"
+            )
+        if state[name].is_floating_point() and not state[name].isfinite().all():
+            raise CheckpointError(f"{folder / WEIGHTS}: {name} holds NaN or infinity")

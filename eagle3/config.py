@@ -1,0 +1,203 @@
+"""The head's settings, and the loader of all configs: frozen dataclasses from YAML with dotted overrides."""
+
+import dataclasses
+import difflib
+import sys
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from eagle3.errors import ConfigError
+
+T = TypeVar("T")
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    """What a user chooses about a head; the rest follows from the target. Defaults are the EAGLE-3 code's.
+
+    Args:
+        capture_layers: layer i = the output of the target's 0-based decoder layer i; None = EAGLE-3's three.
+        draft_vocab_size: tokens the head can propose; None = the target's whole vocabulary.
+        num_layers: decoder layers; later ones are plain.
+        hidden_size: None = the target's; another width makes the head own a trainable embedding.
+        intermediate_size: None = the target's.
+        num_attention_heads: None = the target's.
+        num_key_value_heads: None = the target's.
+        head_dim: None = the target's, or hidden_size / heads where the width differs.
+        fc_norm: RMSNorm each captured state before fc (EAGLE-3.1).
+        norm_before_residual: the residual is the normed hidden state.
+        norm_output: feed the post-norm hidden state to the next step (EAGLE-3.1).
+        qk_norm: RMSNorm queries and keys per head.
+        attention_bias: biases on q, k, v.
+        sliding_window: positions that the head's attention looks back; None = all.
+    """
+
+    capture_layers: tuple[int, ...] | None = None
+    draft_vocab_size: int | None = 8192
+    num_layers: int = 1
+    hidden_size: int | None = None
+    intermediate_size: int | None = None
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    fc_norm: bool = False
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    qk_norm: bool = False
+    attention_bias: bool = False
+    sliding_window: int | None = None
+
+    def __post_init__(self):
+        for name in ("num_layers", "draft_vocab_size", "hidden_size", "intermediate_size", "head_dim"):
+            _positive(name, getattr(self, name))
+        _positive("sliding_window", self.sliding_window)
+        if self.capture_layers is not None:
+            object.__setattr__(self, "capture_layers", tuple(self.capture_layers))
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """A head in full: what its checkpoint stores and its modules are built from.
+
+    Raises:
+        ConfigError: a size is not positive, or the attention heads are not a multiple of the KV heads.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    draft_vocab_size: int
+    target_hidden_size: int
+    capture_layers: tuple[int, ...]
+    rope_parameters: dict[str, Any] = field(hash=False)
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-5
+    num_layers: int = 1
+    trained_length: int | None = None
+    target_fingerprint: str | None = None
+    fc_norm: bool = False
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    qk_norm: bool = False
+    attention_bias: bool = False
+    sliding_window: int | None = None
+
+    def __post_init__(self):
+        for f in dataclasses.fields(self):
+            if f.type in ("int", int):
+                _positive(f.name, getattr(self, f.name))
+        _positive("sliding_window", self.sliding_window)
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ConfigError(
+                f"{self.num_attention_heads} attention heads are not a multiple of {self.num_key_value_heads} "
+                "key/value heads"
+            )
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim {self.head_dim} is odd; rotary embeddings need pairs")
+        if self.draft_vocab_size > self.vocab_size:
+            raise ConfigError(f"draft_vocab_size {self.draft_vocab_size} exceeds the vocabulary of {self.vocab_size}")
+        if not self.capture_layers:
+            raise ConfigError("capture_layers is empty: the head needs at least one feature")
+        object.__setattr__(self, "capture_layers", tuple(self.capture_layers))
+
+    @property
+    def feature_size(self) -> int:
+        return len(self.capture_layers) * self.target_hidden_size
+
+    @property
+    def owns_embedding(self) -> bool:
+        return self.hidden_size != self.target_hidden_size
+
+
+def _positive(name: str, value: int | None) -> None:
+    if value is not None and value < 1:
+        raise ConfigError(f"{name} is {value}; it must be 1 or more")
+
+
+def load_config(cls: type[T], argv: Sequence[str] | None = None, description: str | None = None) -> T:
+    """Read `cls` from `--config FILE.yaml` and dotted overrides (`--optim.lr 1e-3`), later ones winning.
+
+    Raises:
+        ConfigError: no such file, unknown key (the nearest known one is named), value of the wrong type.
+    """
+    import jsonargparse
+
+    argv = list(sys.argv[1:] if argv is None else argv)
+    known = field_names(cls)
+    for path in _config_paths(argv):
+        _check_tree(read_yaml(path), known, str(path))
+    _check_flags(argv, known)
+    parser = jsonargparse.ArgumentParser(description=description, exit_on_error=False)
+    parser.add_argument("--config", action="config", help="YAML file; flags after it override its keys")
+    parser.add_class_arguments(cls, as_group=False)
+    try:
+        values = parser.instantiate(parser.parse_args(argv))
+    except (jsonargparse.ArgumentError, TypeError, ValueError) as error:
+        raise ConfigError(" ".join(str(error).split())) from error
+    return cls(**{f.name: values[f.name] for f in dataclasses.fields(cls)})
+
+
+def field_names(cls: type, prefix: str = "") -> set[str]:
+    """Dotted names of all settings of a dataclass and of the dataclasses inside it."""
+    names: set[str] = set()
+    hints = typing.get_type_hints(cls)
+    for f in dataclasses.fields(cls):
+        names.add(prefix + f.name)
+        if dataclasses.is_dataclass(hints[f.name]):
+            names |= field_names(hints[f.name], f"{prefix}{f.name}.")
+    return names
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """A YAML mapping from a file.
+
+    Raises:
+        ConfigError: the path is no file, or holds no mapping.
+    """
+    import yaml
+
+    if not Path(path).is_file():
+        what = "is a folder" if Path(path).is_dir() else "does not exist"
+        raise ConfigError(f"config {str(path)!r} {what}; give a YAML file such as recipes/base/smollm2-135m.yaml")
+    try:
+        content = yaml.safe_load(Path(path).read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config {str(path)!r} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"config {str(path)!r} holds a {type(content).__name__}, not a mapping of settings")
+    return content
+
+
+def unknown_key(name: str, known: set[str], where: str) -> ConfigError:
+    """The error for a key that nobody reads, naming the nearest known one."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
+    return ConfigError(f"{where}: unknown setting {name!r}; {hint}")
+
+
+def _check_tree(tree: dict[str, Any], known: set[str], where: str, prefix: str = "") -> None:
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if name not in known:
+            raise unknown_key(name, known, where)
+        if isinstance(value, dict) and any(k.startswith(f"{name}.") for k in known):
+            _check_tree(value, known, where, f"{name}.")
+
+
+def _check_flags(argv: Sequence[str], known: set[str]) -> None:
+    for token in argv:
+        name = token[2:].split("=")[0].removesuffix("+")
+        if token.startswith("--") and name not in known | {"help", "config", "print_config"}:
+            raise unknown_key(name, known, "command line")
+
+
+def _config_paths(argv: Sequence[str]) -> list[str]:
+    paths = [after for flag, after in zip(argv, argv[1:], strict=False) if flag == "--config"]
+    return paths + [token.split("=", 1)[1] for token in argv if token.startswith("--config=")]

@@ -1,0 +1,29 @@
+"""The errors users meet: each says what was found, what is allowed and what to do."""
+
+
+class Eagle3Error(Exception):
+    """Base of all errors raised on user input; scripts print it on one line and exit with 2."""
+
+
+class ConfigError(Eagle3Error):
+    """A setting is unknown, out of range or contradicts another."""
+
+
+class UnsupportedTargetError(Eagle3Error):
+    """The target's architecture cannot be driven through the attention seam."""
+
+
+class CheckpointError(Eagle3Error):
+    """A head's files are missing, incomplete, mis-shaped or made for another target."""
+
+
+class VocabMapError(CheckpointError):
+    """The draft-to-target vocabulary map is not an injection into the target's vocabulary."""
+
+
+class DataError(Eagle3Error):
+    """A data file cannot be read; the message names file and line."""
+
+
+class EmptyLossMaskError(DataError):
+    """No token is left to train on."""

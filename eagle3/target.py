@@ -1,0 +1,261 @@
+"""The frozen target: any Hugging Face causal LM driven through the attention seam, checked when it is loaded."""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from eagle3.attention import SEAM, AttentionContext, DenseCausal, attending, register_seam
+from eagle3.errors import ConfigError, UnsupportedTargetError
+from eagle3.rope import position_limit
+
+ALLOWED_LAYERS = {"full_attention", "sliding_attention"}
+PROBE_TOKENS = 48
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def parse_dtype(name: str) -> torch.dtype | None:
+    """The torch dtype called `name`; "auto" is None (the target's own)."""
+    if name == "auto":
+        return None
+    if name not in DTYPES:
+        raise ConfigError(f"dtype {name!r} is unknown; use auto, {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+class Target:
+    """A causal LM whose every attention layer goes through the context handed to `hidden`.
+
+    Attributes:
+        layers: the decoder layers; num_layers, hidden_size, vocab_size (lm_head rows) describe them.
+        usable_vocab: ids below it belong to the tokenizer (all of vocab_size without one).
+        eos_ids: every end-of-sequence id of the generation config, the config and the tokenizer.
+        max_positions: positions a row may use (see rope.position_limit).
+    """
+
+    def __init__(self, model: nn.Module, tokenizer=None, path: str = "(in memory)"):
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.path = path
+        self.text_config = model.config.get_text_config(decoder=True)
+        if why := _refusal(model):
+            raise UnsupportedTargetError(f"{type(model).__name__}: {why}")
+        self.layers = _decoder_layers(model, self.text_config.num_hidden_layers)
+        self.num_layers = len(self.layers)
+        self.hidden_size = self.text_config.hidden_size
+        self.lm_head = model.get_output_embeddings()
+        self.vocab_size = self.lm_head.weight.shape[0]
+        self.usable_vocab = min(self.vocab_size, len(tokenizer)) if tokenizer is not None else self.vocab_size
+        self.eos_ids = _eos_ids(model, tokenizer)
+        self.max_positions = position_limit(self.text_config)
+        self._decoder = model.get_decoder()
+        self._logit_rules = _logit_rules(self.text_config)
+        self._stock_attention = _stock_attention(model, self.text_config)
+        register_seam()
+        self._probe()
+
+    @classmethod
+    def load(cls, path: str | Path, dtype: str = "auto", device: str = "cpu", tokenizer: bool = True) -> "Target":
+        """Load a folder or hub id (sharded or not, tied or not) and probe it.
+
+        Args:
+            path: folder, hub id, or the name of the embedded default (eagle3.embedded.EMBEDDED).
+            dtype: auto (the checkpoint's), float32, bfloat16, float16.
+        Raises:
+            ConfigError: no such folder, dtype or device.
+            UnsupportedTargetError: the architecture cannot be driven through the seam.
+        """
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        folder = resolve_path(path)
+        torch_dtype = parse_dtype(dtype)
+        if device.startswith("cuda") and not torch.cuda.is_available():
+            raise ConfigError(f"device {device!r} was asked for, but torch sees no CUDA GPU")
+        try:
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch_dtype or "auto")
+            tok = AutoTokenizer.from_pretrained(folder) if tokenizer else None
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"target {str(path)!r} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
+        return cls(model.to(device), tok, path=str(path))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.lm_head.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.lm_head.weight.device
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """What the target's embedding module gives for `ids` (with its scale, where the module has one)."""
+        return self.model.get_input_embeddings()(ids)
+
+    def hidden(self, ids: Tensor, positions: Tensor, ctx: AttentionContext) -> Tensor:
+        """Last hidden states [T, H], after the final norm, of one packed row.
+
+        Args:
+            ids, positions: int64 [T].
+            ctx: where K/V go and what each row sees.
+        """
+        with attending(ctx):
+            output = self._decoder(input_ids=ids[None], position_ids=positions[None], use_cache=False, ctx=ctx)
+        return output.last_hidden_state[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V] of last hidden states [..., H], scaled and soft-capped as the model does."""
+        logits = self.lm_head(hidden)
+        for rule in self._logit_rules:
+            logits = rule(logits)
+        return logits
+
+    @contextmanager
+    def stock(self) -> Iterator[nn.Module]:
+        """The model with transformers' own attention, for `generate` and comparisons."""
+        self._use(self._stock_attention)
+        try:
+            yield self.model
+        finally:
+            self._use(SEAM)
+
+    @property
+    def fingerprint(self) -> str:
+        """Short hash of architecture and weights, the same for every dtype the weights are loaded in."""
+        text = f"{type(self.model).__name__}/{self.num_layers}/{self.hidden_size}/{self.vocab_size}"
+        digest = hashlib.sha256(text.encode())
+        matrices = [p for p in self.layers[-1].parameters() if p.dim() == 2]
+        for weight in (self.lm_head.weight, *matrices):
+            sample = weight.detach()[:: max(1, weight.shape[0] // 64), :64].to("cpu", torch.bfloat16)
+            digest.update(sample.contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+    def _use(self, implementation: str) -> None:
+        subs = self.model.config.sub_configs
+        self.model.set_attn_implementation({"text_config": implementation} if "text_config" in subs else implementation)
+
+    @torch.inference_mode()
+    def _probe(self) -> None:
+        """One stock and one seam forward of the same random tokens: every layer arrives, logits agree."""
+        count = min(PROBE_TOKENS, self.max_positions)
+        draw = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, self.usable_vocab, (count,), generator=draw).to(self.device)
+        positions = torch.arange(count, device=self.device)
+        self._use("eager")
+        stock = self.model(input_ids=ids[None], position_ids=positions[None], use_cache=False).logits[0].float()
+        self._use(SEAM)
+        ctx = DenseCausal([count], plain=True)
+        ours = self.logits(self.hidden(ids, positions, ctx)).float()
+        self._check_calls(ctx.windows)
+        largest = stock.abs().max().item()
+        error = (ours - stock).abs().max().item()
+        tolerance = (1e-4 if self.dtype == torch.float32 else 0.05) * largest
+        if not error <= tolerance:
+            raise UnsupportedTargetError(
+                f"{type(self.model).__name__}: logits through the attention seam differ from the model's own by "
+                f"{error:.3g} (largest logit {largest:.3g}, allowed {tolerance:.3g})"
+            )
+
+    def _check_calls(self, windows: dict[int, int | None]) -> None:
+        if sorted(windows) != list(range(self.num_layers)):
+            raise UnsupportedTargetError(
+                f"{type(self.model).__name__}: attention layers {sorted(windows)} of {self.num_layers} came to the seam"
+            )
+        kinds = _layer_kinds(self.text_config)
+        expects = "sliding_attention" in kinds if kinds else bool(self.text_config.to_dict().get("sliding_window"))
+        if expects != any(windows.values()):
+            raise UnsupportedTargetError(
+                f"{type(self.model).__name__}: its sliding window is in the mask only, not in the attention call"
+            )
+
+    def check_teacher(self, ids: Tensor, positions: Tensor, rows: int = 64) -> None:
+        """Rebuilt teacher logits equal the model's within 4 ulp at the largest logit, on up to `rows` rows.
+
+        Args:
+            ids, positions: int64 [T], one document.
+        Raises:
+            UnsupportedTargetError: the head would be taught from other logits than the model's.
+        """
+        ids, positions = ids[:rows], positions[:rows]
+        rebuilt = self.logits(self.hidden(ids, positions, DenseCausal([len(ids)]))).float()
+        ctx = DenseCausal([len(ids)])
+        with attending(ctx):
+            model = self.model(input_ids=ids[None], position_ids=positions[None], use_cache=False, ctx=ctx)
+        own = model.logits[0].float()
+        error, ulp = (rebuilt - own).abs().max().item(), torch.finfo(self.dtype).eps * own.abs().max().item()
+        if not error <= 4 * ulp:
+            raise UnsupportedTargetError(
+                f"{type(self.model).__name__}: logits rebuilt from the last hidden state differ from the model's by "
+                f"{error:.3g}; at most {4 * ulp:.3g} (4 ulp of {self.dtype}) is allowed"
+            )
+
+
+def resolve_path(path: str | Path) -> str:
+    """The folder or hub id behind `path`; the embedded default's name becomes its cached folder."""
+    from eagle3.embedded import EMBEDDED, embedded_model_path
+
+    if str(path) == EMBEDDED:
+        return str(embedded_model_path())
+    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+        raise ConfigError(f"target folder {str(path)!r} has no config.json")
+    if Path(path).is_file():
+        raise ConfigError(f"target {str(path)!r} is a file; give its folder, a hub id, or {EMBEDDED!r}")
+    return str(path)
+
+
+def _layer_kinds(config) -> set[str]:
+    return set(config.to_dict().get("layer_types") or [])
+
+
+def _refusal(model) -> str | None:
+    """Why the model cannot be driven through the seam, as far as can be told before a forward."""
+    odd = _layer_kinds(model.config.get_text_config(decoder=True)) - ALLOWED_LAYERS
+    if odd:
+        return f"layer types {sorted(odd)} are not supported; allowed are {sorted(ALLOWED_LAYERS)}"
+    if model._is_stateful:
+        return "it carries recurrent state; only attention layers are supported"
+    if not model._can_set_attn_implementation():
+        return "it brings its own attention classes and ignores transformers' AttentionInterface"
+    if model.get_output_embeddings() is None:
+        return "it has no lm_head: not a causal LM"
+    return None
+
+
+def _decoder_layers(model, count: int) -> nn.ModuleList:
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            if any(hasattr(part, "layer_idx") for part in module[0].modules()):
+                return module
+    raise UnsupportedTargetError(f"{type(model).__name__}: no list of {count} decoder layers with attention was found")
+
+
+def _eos_ids(model, tokenizer) -> tuple[int, ...]:
+    """Every id that ends a reply, from the generation config, the config and the tokenizer."""
+    named = [model.config.get_text_config(decoder=True).eos_token_id]
+    if model.generation_config is not None:
+        named.append(model.generation_config.eos_token_id)
+    if tokenizer is not None:
+        named.append(tokenizer.eos_token_id)
+    flat = [i for x in named if x is not None for i in (x if isinstance(x, list | tuple) else [x])]
+    return tuple(sorted(set(flat)))
+
+
+def _logit_rules(config) -> list[Callable[[Tensor], Tensor]]:
+    """What the model does to lm_head's output: Cohere multiplies, Granite divides, Gemma soft-caps."""
+    fields = config.to_dict()
+    rules: list[Callable[[Tensor], Tensor]] = []
+    if (scale := fields.get("logit_scale")) is not None:
+        rules.append(lambda x: x * scale)
+    if (divisor := fields.get("logits_scaling")) is not None:
+        rules.append(lambda x: x / divisor)
+    if (cap := fields.get("final_logit_softcapping")) is not None:
+        rules.append(lambda x: torch.tanh(x / cap) * cap)
+    return rules
+
+
+def _stock_attention(model, config) -> str:
+    """transformers' implementation to compare with; its sdpa drops Gemma-2's soft-cap in some releases."""
+    if config.to_dict().get("attn_logit_softcapping") is not None:
+        return "eager"
+    return model.config._attn_implementation
