@@ -136,7 +136,7 @@ def write_hf_folder(source: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
     # names that transformers 4 knows too, as serving engines may still bring it
     _edit_json(folder / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
-    _edit_json(folder / "config.json", rope_theta=config.rope_parameters["rope_theta"])
+    _edit_json(folder / "config.json", rope_theta=fields["llama.rope.freq_base"])
 
 
 def _llama_config(fields: dict[str, Any]) -> "LlamaConfig":

