@@ -1,0 +1,5 @@
+"""Ops of the draft tree, the paged caches and the training losses: one folder each, the reference beside the kernel.
+
+Knows tensors, nothing of models. Letters: B slots, N tree rows (row 0 is the root), D levels, K tree top-k,
+C candidates, V vocabulary, H hidden, L KV rows of a slot.
+"""

@@ -1,0 +1,32 @@
+"""The definition of relocate_kv."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from eagle3_kernels.paging import physical_rows
+
+
+def relocate_kv(pools: Sequence[Tensor], page_table: Tensor, lens: Tensor, path: Tensor) -> None:
+    """Move row lens + path[i] to lens + i in every layer of every pool, in place.
+
+    All rows are read before any is written, so sources and destinations may overlap.
+
+    Args:
+        pools: keys and values of like layers [layers, pages, page_size, heads, dim]; dims may differ.
+        page_table: pages of each slot [B, P].
+        lens: committed rows of each slot [B]; its tree rows follow them.
+        path: accepted tree rows [B, D + 1], -1 padded.
+    """
+    path = path.long()
+    target = torch.arange(path.shape[1], device=path.device).expand_as(path)
+    moved = path > target
+    slot = moved.nonzero()[:, 0]
+    for pool in pools:
+        page_size = pool.shape[2]
+        source, destination = (
+            physical_rows(page_table[slot], (lens.long()[:, None] + rows)[moved], page_size) for rows in (path, target)
+        )
+        flat = pool.flatten(1, 2)
+        flat[:, destination] = flat[:, source]
