@@ -1,0 +1,46 @@
+"""Which modes emitted the same tokens, and where they part. Knows outputs, asks a callable why they part."""
+
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+
+from eagle3_infer.report import Comparison, Divergence, ModeRun, Output, Pair
+from eagle3_infer.settings import HF, PLAIN
+
+Explain = Callable[[Output, Output, int], Divergence]
+
+
+def compare_modes(modes: Sequence[ModeRun], explain: Explain | None, with_hf: bool) -> Comparison:
+    """Every engine mode against plain and, where `with_hf`, against HF generate.
+
+    Args:
+        explain: classifies (output, reference output, first differing index); None leaves it unclassified.
+        with_hf: False when sampling, as HF draws from its own generator.
+    """
+    by_key = {mode.key: mode for mode in modes if mode.outputs}
+    references = [key for key in (PLAIN, *([HF] if with_hf else [])) if key in by_key]
+    pairs, divergences = [], []
+    for reference in references:
+        for key in by_key:
+            if key not in (reference, HF):
+                pair, found = _compare(by_key[key], by_key[reference], explain or unclassified)
+                pairs.append(pair)
+                divergences += found
+    return Comparison(pairs, divergences)
+
+
+def _compare(mode: ModeRun, reference: ModeRun, explain: Explain) -> tuple[Pair, list[Divergence]]:
+    expected = {output.place: output for output in reference.outputs}
+    both = [(output, expected[output.place]) for output in mode.outputs if output.place in expected]
+    parted = [(left, right) for left, right in both if left.token_ids != right.token_ids]
+    found = [explain(left, right, first_difference(left.token_ids, right.token_ids)) for left, right in parted]
+    return Pair(mode.key, reference.key, len(both), len(both) - len(parted)), found
+
+
+def unclassified(output: Output, reference: Output, position: int) -> Divergence:
+    return Divergence(output.id, output.turn, output.mode, reference.mode, position)
+
+
+def first_difference(left: Sequence[int], right: Sequence[int]) -> int:
+    """Index of the first token that differs (or is missing) of two different lists."""
+    pairs = enumerate(zip_longest(left, right))
+    return next(index for index, (a, b) in pairs if a != b)

@@ -1,0 +1,81 @@
+"""Load what a run needs: device, target, head. Raises errors that name the flag at fault."""
+
+from importlib import resources
+from pathlib import Path
+
+import torch
+import transformers
+
+from eagle3.checkpoint.reference import load_head
+from eagle3.config import HeadOptions
+from eagle3.embedded import EMBEDDED
+from eagle3.errors import CheckpointError, ConfigError
+from eagle3.heads.eagle3 import Eagle3Head
+from eagle3.target import Target
+from eagle3.vocab import build_vocab_map
+from eagle3_infer.settings import DTYPES, RANDOM_DRAFT, RunSettings
+
+
+def pick_device(name: str) -> torch.device:
+    """Raises ConfigError for a device that torch does not know or this machine does not have."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"--device is {name!r}, expected auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"--device is {name!r}, but torch sees {torch.cuda.device_count()} CUDA GPUs here")
+    return device
+
+
+def load_target(settings: RunSettings, device: torch.device) -> Target:
+    """Raises ConfigError for a path that does not exist, before a hub is asked for it."""
+    transformers.utils.logging.disable_progress_bar()
+    path = Path(settings.target).expanduser()
+    if (path.is_absolute() or settings.target.startswith(".")) and not path.exists():
+        raise ConfigError(f"--target {settings.target} does not exist, expected a model folder or a hub id")
+    name = str(path) if path.exists() else settings.target
+    return Target.load(name, dtype=DTYPES[settings.dtype], device=str(device))
+
+
+def load_draft(settings: RunSettings, target: Target) -> Eagle3Head:
+    """The head on the target's device, in its dtype.
+
+    Raises:
+        CheckpointError: no such folder, or not a head for this target.
+    """
+    if settings.draft == RANDOM_DRAFT:
+        return random_head(target)
+    return load_head(draft_folder(settings), target)
+
+
+def random_head(target: Target) -> Eagle3Head:
+    """An untrained head as large as a trained one would be; it proposes the tokenizer's lowest ids."""
+    size = min(HeadOptions.draft_vocab_size or target.vocab_size, target.usable_vocab)
+    lowest_first = torch.arange(target.vocab_size, 0, -1)
+    vocab_map = build_vocab_map(lowest_first, size, target.eos_ids, target.usable_vocab)
+    return Eagle3Head.for_target(target, vocab_map).to(target.dtype).eval()
+
+
+def draft_folder(settings: RunSettings) -> Path:
+    """The folder that --draft names, or the shipped head's."""
+    if settings.draft is not None:
+        folder = Path(settings.draft).expanduser()
+        if not folder.is_dir():
+            what = "is not a folder" if folder.exists() else "does not exist"
+            raise CheckpointError(f"--draft {settings.draft} {what}, expected the folder of a head or {RANDOM_DRAFT!r}")
+        return folder
+    folder = Path(str(resources.files("eagle3_infer") / "assets" / "head"))
+    if not folder.is_dir():
+        raise CheckpointError(f"this installation ships no head: give --draft DIR, or --draft {RANDOM_DRAFT}")
+    if settings.target != EMBEDDED:
+        raise ConfigError(f"the shipped head drafts for {EMBEDDED} only: give --draft for {settings.target}")
+    return folder
+
+
+def draft_name(settings: RunSettings) -> str | None:
+    """What the report calls the head; None when no mode needs one."""
+    return (settings.draft or "shipped head") if settings.needs_head else None

@@ -1,0 +1,267 @@
+"""From outputs to the report of DESIGN section 9: counting and dividing, nothing of models or terminals."""
+
+import json
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+SCHEMA = 1
+STAGES = ("prefill", "draft", "tree_build", "verify", "accept", "relocate", "other")
+CONTEXT_EDGES = (128, 256, 512, 1024, 2048, 4096, 8192)
+
+
+@dataclass(frozen=True)
+class Output:
+    """One turn of one prompt in one mode.
+
+    `run_lengths` holds the tokens emitted per round; `1 + sum(run_lengths) == len(token_ids)`, as the prefill
+    yields the first token. `seconds` by stage sum to the wall time of the turn; `path_conflict` = (leaf pairs
+    that part at level 1, all leaf pairs).
+    """
+
+    mode: str
+    id: str
+    category: str
+    turn: int
+    prompt_tokens: int
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+    run_lengths: list[int]
+    seconds: dict[str, float]
+    rounds: int = 0
+    offered_by_level: list[int] = field(default_factory=list)
+    accepted_by_level: list[int] = field(default_factory=list)
+    nodes: int = 0
+    path_conflict: tuple[int, int] = (0, 0)
+
+    @property
+    def place(self) -> tuple[str, int]:
+        return self.id, self.turn
+
+    @property
+    def total_seconds(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def decode_seconds(self) -> float:
+        return self.total_seconds - self.seconds["prefill"]
+
+
+@dataclass
+class ModeRun:
+    """All outputs of one mode, one list per repeat, in the order they were run."""
+
+    key: str
+    settings: dict[str, int]
+    repeats: list[list[Output]] = field(default_factory=list)
+    peak_memory_bytes: int | None = None
+
+    @property
+    def outputs(self) -> list[Output]:
+        """The repeat of median speed: the one every figure is taken from."""
+        complete = [r for r in self.repeats if len(r) == len(self.repeats[0])]
+        ranked = sorted(complete, key=lambda outputs: decode_rate(outputs) or 0.0)
+        return ranked[(len(ranked) - 1) // 2] if ranked else []
+
+    @property
+    def rates(self) -> list[float]:
+        """Tokens per second of each complete repeat."""
+        rates = [decode_rate(r) for r in self.repeats if len(r) == len(self.repeats[0])]
+        return [rate for rate in rates if rate is not None]
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Where the tokens of `mode` left those of `reference`; `kind` is numeric, bug or unclassified."""
+
+    id: str
+    turn: int
+    mode: str
+    reference: str
+    position: int
+    kind: str = "unclassified"
+    gap: float | None = None
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """How two modes' outputs compare."""
+
+    mode: str
+    reference: str
+    compared: int
+    identical: int
+
+
+@dataclass(frozen=True)
+class Comparison:
+    pairs: list[Pair] = field(default_factory=list)
+    divergences: list[Divergence] = field(default_factory=list)
+
+    def of_kind(self, kind: str) -> list[Divergence]:
+        return [d for d in self.divergences if d.kind == kind]
+
+
+def build_report(run: dict[str, Any], modes: Sequence[ModeRun], comparison: Comparison) -> dict[str, Any]:
+    """The JSON document; every mode that produced an output is in it."""
+    modes = [mode for mode in modes if mode.outputs]
+    by_key = {mode.key: mode.outputs for mode in modes}
+    return {
+        "schema": SCHEMA,
+        "run": run,
+        "modes": {mode.key: summarise_mode(mode, by_key) for mode in modes},
+        "verify": summarise_verify(comparison),
+        "outputs": [output_row(output) for mode in modes for output in mode.outputs],
+    }
+
+
+def summarise_mode(mode: ModeRun, by_key: dict[str, list[Output]]) -> dict[str, Any]:
+    outputs = mode.outputs
+    rates = mode.rates
+    nodes = sum(o.nodes for o in outputs)
+    conflicts, pairs = (sum(o.path_conflict[i] for o in outputs) for i in (0, 1))
+    accepted = _sum_levels(o.accepted_by_level for o in outputs)
+    stages = {stage: sum(o.seconds.get(stage, 0.0) for o in outputs) for stage in STAGES}
+    return {
+        "settings": mode.settings,
+        **_pooled(outputs),
+        "tau_prompt_mean": _mean([t for o in outputs if (t := tau([o])) is not None]),
+        "seconds": sum(stages.values()),
+        "tokens_per_second_spread": [min(rates), max(rates)] if rates else None,
+        "end_to_end_tokens_per_second": _ratio(
+            sum(len(o.token_ids) for o in outputs), sum(o.total_seconds for o in outputs)
+        ),
+        "speedup_vs_plain": speedup(outputs, by_key.get("plain", [])),
+        "speedup_vs_hf": speedup(outputs, by_key.get("hf_generate", [])),
+        "seconds_by_stage": stages,
+        "offered_by_level": _sum_levels(o.offered_by_level for o in outputs),
+        "accepted_by_level": accepted,
+        "nodes_per_round": _ratio(nodes, sum(o.rounds for o in outputs)),
+        "utilisation": _ratio(sum(accepted), nodes),
+        "path_conflict": _ratio(conflicts, pairs),
+        "run_length_hist": _histogram(outputs),
+        "by_category": {name: _pooled(group) for name, group in group_by_category(outputs).items()},
+        "by_context": tau_by_context(outputs),
+        "peak_memory_bytes": mode.peak_memory_bytes,
+    }
+
+
+def summarise_verify(comparison: Comparison) -> dict[str, Any]:
+    return {
+        "compared": sum(pair.compared for pair in comparison.pairs),
+        "identical": sum(pair.identical for pair in comparison.pairs),
+        "numeric": [asdict(d) for d in comparison.of_kind("numeric")],
+        "bugs": [asdict(d) for d in comparison.of_kind("bug")],
+        "unclassified": [asdict(d) for d in comparison.of_kind("unclassified")],
+        "pairs": [asdict(pair) for pair in comparison.pairs],
+    }
+
+
+def output_row(output: Output) -> dict[str, Any]:
+    keys = ("id", "category", "turn", "mode", "prompt_tokens", "token_ids", "text", "rounds", "run_lengths")
+    return {key: getattr(output, key) for key in (*keys, "finish_reason")} | {"seconds": output.total_seconds}
+
+
+def tau(outputs: Iterable[Output]) -> float | None:
+    """Tokens emitted in rounds per round, pooled; None when there was no round."""
+    outputs = list(outputs)
+    return _ratio(sum(sum(o.run_lengths) for o in outputs), sum(o.rounds for o in outputs))
+
+
+def decode_rate(outputs: Sequence[Output]) -> float | None:
+    """Tokens per second without the prefill and the token that it yields."""
+    return _ratio(sum(sum(o.run_lengths) for o in outputs), sum(o.decode_seconds for o in outputs))
+
+
+def speedup(outputs: Sequence[Output], baseline: Sequence[Output]) -> float | None:
+    """Ratio of decode rates over the turns that both ran (an interrupted run has fewer)."""
+    shared = {o.place for o in outputs} & {o.place for o in baseline}
+    fast = decode_rate([o for o in outputs if o.place in shared])
+    slow = decode_rate([o for o in baseline if o.place in shared])
+    return None if fast is None or not slow else fast / slow
+
+
+def group_by_category(outputs: Iterable[Output]) -> dict[str, list[Output]]:
+    groups: dict[str, list[Output]] = {}
+    for output in outputs:
+        groups.setdefault(output.category, []).append(output)
+    return groups
+
+
+def tau_by_context(outputs: Iterable[Output]) -> dict[str, dict[str, Any]]:
+    """Tau by how many tokens (prompt and reply) were committed when the round began."""
+    emitted, rounds = Counter[int](), Counter[int]()
+    for output in outputs:
+        context = output.prompt_tokens + 1
+        for run in output.run_lengths:
+            bucket = sum(context >= edge for edge in CONTEXT_EDGES)
+            emitted[bucket] += run
+            rounds[bucket] += 1
+            context += run
+    return {
+        context_name(bucket): {
+            "tokens": emitted[bucket],
+            "rounds": rounds[bucket],
+            "tau": emitted[bucket] / rounds[bucket],
+        }
+        for bucket in sorted(rounds)
+    }
+
+
+def context_name(bucket: int) -> str:
+    """0 -> "0-127", 1 -> "128-255", ..., the last one open."""
+    low = 0 if bucket == 0 else CONTEXT_EDGES[bucket - 1]
+    return f"{low}-{CONTEXT_EDGES[bucket] - 1}" if bucket < len(CONTEXT_EDGES) else f"{low}+"
+
+
+def write_json(report: dict[str, Any], path: Path) -> None:
+    """Write under a temporary name beside `path`, then rename."""
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(report, file, indent=1, ensure_ascii=False, allow_nan=False)
+        # mkstemp makes files private; a report is as readable as any other file
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(name, 0o666 & ~mask)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def _pooled(outputs: Sequence[Output]) -> dict[str, Any]:
+    return {
+        "tokens": sum(len(o.token_ids) for o in outputs),
+        "rounds": sum(o.rounds for o in outputs),
+        "tau": tau(outputs),
+        "tokens_per_second": decode_rate(outputs),
+    }
+
+
+def _histogram(outputs: Iterable[Output]) -> dict[str, int]:
+    counts = Counter(run for o in outputs for run in o.run_lengths)
+    return {str(length): counts[length] for length in sorted(counts)}
+
+
+def _sum_levels(rows: Iterable[Sequence[int]]) -> list[int]:
+    total: list[int] = []
+    for row in rows:
+        total += [0] * (len(row) - len(total))
+        for level, count in enumerate(row):
+            total[level] += count
+    return total
+
+
+def _ratio(top: float, bottom: float) -> float | None:
+    return top / bottom if bottom else None
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None

@@ -1,0 +1,146 @@
+"""One measurement: load, warm up, run every mode over the same prompts, compare, report.
+
+`bench.py` does the timing; this module decides the order of things and what is printed.
+"""
+
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import eagle3
+from eagle3.heads.eagle3 import Eagle3Head
+from eagle3.target import Target
+from eagle3_infer.bench import Bench
+from eagle3_infer.compare import compare_modes
+from eagle3_infer.explain import replay_explainer
+from eagle3_infer.models import draft_name, load_draft, load_target, pick_device
+from eagle3_infer.prompts import Prompt, has_template, load_prompts, shipped_prompts_path
+from eagle3_infer.report import build_report, write_json
+from eagle3_infer.settings import RunSettings
+from eagle3_infer.table import render_report
+
+EXIT_OK, EXIT_BUG, EXIT_INTERRUPTED = 0, 1, 130
+SHOWN_CHARACTERS = 1200
+
+
+@torch.inference_mode()
+def run(settings: RunSettings, argv: Sequence[str]) -> int:
+    """Run and print everything; returns the exit code."""
+    prompts = load_prompts(prompts_path(settings), settings.limit, settings.max_turns)
+    device = pick_device(settings.device)
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    target = load_target(settings, device)
+    head = load_draft(settings, target) if settings.needs_head else None
+    bench = Bench(settings, target, head, prompts, Progress())
+    print("\n".join(header_lines(settings, target, head, prompts)))
+    bench.prepare()
+    print(first_prompt_lines(bench.first_text, has_template(target.tokenizer)), flush=True)
+    bench.run()
+    for note in bench.notes:
+        print(f"note: {note}")
+    return conclude(settings, argv, target, bench)
+
+
+def conclude(settings: RunSettings, argv: Sequence[str], target: Target, bench: Bench) -> int:
+    """Compare, print the tables, write the report."""
+    greedy = settings.sampling.temperature == 0
+    explain = replay_explainer(target, bench) if settings.verify and not bench.interrupted else None
+    comparison = compare_modes(bench.modes, explain, with_hf=greedy)
+    report = build_report(describe_run(settings, argv, target, bench), bench.modes, comparison)
+    print("\n" + render_report(report))
+    if settings.json is not None:
+        write_json(report, Path(settings.json))
+        print(f"report: {settings.json}")
+    if bench.interrupted:
+        print("interrupted: the figures above cover what was finished", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    return EXIT_BUG if comparison.of_kind("bug") else EXIT_OK
+
+
+def prompts_path(settings: RunSettings) -> Path:
+    return shipped_prompts_path() if settings.prompts is None else Path(settings.prompts).expanduser()
+
+
+def header_lines(
+    settings: RunSettings, target: Target, head: Eagle3Head | None, prompts: Sequence[Prompt]
+) -> list[str]:
+    sampling = settings.sampling
+    how = "greedy" if sampling.temperature == 0 else f"sampled: {_pairs(asdict(sampling))}"
+    turns = sum(len(prompt.turns) for prompt in prompts)
+    dtype = str(target.dtype).removeprefix("torch.")
+    return [
+        f"target   {settings.target} ({dtype}, {target.device}, {torch.get_num_threads()} threads)",
+        f"head     {draft_name(settings) or 'none'}" + (f" ({_parameters(head):.1f} M parameters)" if head else ""),
+        f"prompts  {prompts_path(settings).name}: {len(prompts)} prompts, {turns} turns, "
+        f"up to {settings.max_new_tokens} new tokens, {how}",
+    ]
+
+
+def _parameters(head: Eagle3Head) -> float:
+    return sum(p.numel() for p in head.parameters()) / 1e6
+
+
+def _pairs(values: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in values.items())
+
+
+def first_prompt_lines(text: str, templated: bool) -> str:
+    """The first prompt as the target sees it: a wrong template is the commonest cause of a bad tau."""
+    how = "" if templated else " (the tokenizer has no chat template: prompts are plain text)"
+    if len(text) > SHOWN_CHARACTERS:
+        half = SHOWN_CHARACTERS // 2
+        text = f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[-half:]}"
+    body = "\n".join(f"  | {line}".rstrip() for line in text.split("\n"))
+    return f"first prompt as rendered{how}:\n{body}"
+
+
+def describe_run(settings: RunSettings, argv: Sequence[str], target: Target, bench: Bench) -> dict[str, Any]:
+    """The report's `run` block."""
+    return {
+        "argv": list(argv),
+        "versions": {
+            "eagle3": eagle3.__version__,
+            "python": platform.python_version(),
+            **{name: metadata.version(name) for name in ("torch", "transformers")},
+        },
+        "target": settings.target,
+        "target_fingerprint": target.fingerprint,
+        "draft": draft_name(settings),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "device": device_name(target.device),
+        "threads": torch.get_num_threads(),
+        "seed": settings.sampling.seed,
+        "settings": asdict(settings),
+        "chat_template": has_template(target.tokenizer),
+        "first_prompt": bench.first_text,
+        "notes": list(bench.notes),
+        "interrupted": bench.interrupted,
+    }
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{device} ({torch.cuda.get_device_name(device)})"
+    return f"{device} ({platform.processor() or platform.machine()})"
+
+
+class Progress:
+    """A counter on stderr while a mode runs; silent unless that is a terminal."""
+
+    def __init__(self) -> None:
+        self.shown = sys.stderr.isatty()
+
+    def show(self, text: str) -> None:
+        if self.shown:
+            sys.stderr.write(f"\r\033[K{text}")
+            sys.stderr.flush()
+
+    def clear(self) -> None:
+        self.show("")

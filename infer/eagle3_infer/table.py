@@ -1,0 +1,162 @@
+"""The report as plain text: what `eagle3-infer` prints after a run. Reads the report's dict only."""
+
+from collections.abc import Sequence
+from typing import Any
+
+REST = ("tree_build", "accept", "relocate", "other")
+HEADER = ("mode", "shape", "tokens", "tau", "tok/s", "vs plain", "vs HF", "prefill", "draft", "verify", "rest")
+NAMES = {"hf_generate": "HF generate"}
+
+
+def render_report(report: dict[str, Any]) -> str:
+    """Summary table, categories, contexts, acceptance by level, and whether the outputs are the same."""
+    if not report["modes"]:
+        return "nothing was measured"
+    parts = [summary_table(report), category_table(report), context_table(report)]
+    parts += [acceptance_lines(report), identity_lines(report["verify"])]
+    return "\n\n".join(part for part in parts if part)
+
+
+def summary_table(report: dict[str, Any]) -> str:
+    rows = [HEADER] + [_summary_row(key, mode) for key, mode in report["modes"].items()]
+    notes = [
+        "tau: tokens per round; tok/s and speedups without the prefill; prefill ... rest in seconds.",
+    ]
+    slower = [_name(k) for k, m in report["modes"].items() if (m["speedup_vs_plain"] or 1) < 1 and m["settings"]]
+    if slower:
+        notes.append(f"Slower than plain decoding here: {', '.join(slower)}.")
+    if any(_spread_of(mode) for mode in report["modes"].values()):
+        notes.append("tok/s: median of the repeats (lowest - highest).")
+    return align(rows) + "\n" + "\n".join(notes)
+
+
+def _summary_row(key: str, mode: dict[str, Any]) -> tuple[str, ...]:
+    stages = mode["seconds_by_stage"]
+    shape = "d{depth}k{top_k}n{nodes}".format(**mode["settings"]) if mode["settings"] else ""
+    seconds = (stages["prefill"], stages["draft"], stages["verify"], sum(stages[name] for name in REST))
+    return (
+        _name(key).split("[")[0],
+        shape,
+        str(mode["tokens"]),
+        _number(mode["tau"]),
+        _number(mode["tokens_per_second"], 1) + _spread_of(mode),
+        _times(mode["speedup_vs_plain"]),
+        _times(mode["speedup_vs_hf"]),
+        *(f"{value:.2f}" for value in seconds),
+    )
+
+
+def _spread_of(mode: dict[str, Any]) -> str:
+    low, high = mode["tokens_per_second_spread"] or (0.0, 0.0)
+    return f" ({low:.1f} - {high:.1f})" if low != high else ""
+
+
+def category_table(report: dict[str, Any]) -> str:
+    """Tau and speed of every mode by prompt category; nothing when there is one category."""
+    return _grouped("by_category", "category", ("tau", "tokens_per_second"), "tau | tok/s by category", report)
+
+
+def context_table(report: dict[str, Any]) -> str:
+    return _grouped("by_context", "context", ("tau",), "tau by tokens of context", report)
+
+
+def _grouped(part: str, corner: str, keys: Sequence[str], title: str, report: dict[str, Any]) -> str:
+    modes = {key: mode for key, mode in report["modes"].items() if part != "by_context" or mode["settings"]}
+    names = list(dict.fromkeys(name for mode in modes.values() for name in mode[part]))
+    if len(names) < 2:
+        return ""
+    if part == "by_context":
+        names.sort(key=lambda name: int(name.rstrip("+").split("-")[0]))
+    rows = [(corner, *(_name(key) for key in modes))]
+    for name in names:
+        cells = [mode[part].get(name) for mode in modes.values()]
+        rows.append((name, *(_cell(cell, keys) for cell in cells)))
+    return f"{title}\n{align(rows)}"
+
+
+def _cell(group: dict[str, Any] | None, keys: Sequence[str]) -> str:
+    if group is None:
+        return "-"
+    return " | ".join(_number(group[key], 2 if key == "tau" else 1) for key in keys)
+
+
+def acceptance_lines(report: dict[str, Any]) -> str:
+    """By level: share of rounds that accepted it, and the share given that the level before was."""
+    rows = [("acceptance", "level 1, 2, ...", "given the level before")]
+    for key, mode in report["modes"].items():
+        accepted, rounds = mode["accepted_by_level"], mode["rounds"]
+        if accepted and rounds:
+            before = [rounds, *accepted]
+            overall = [count / rounds for count in accepted]
+            given = [count / prior if prior else None for count, prior in zip(accepted, before, strict=False)]
+            rows.append((_name(key), _series(overall), _series(given)))
+    return align(rows, left=3) if len(rows) > 1 else ""
+
+
+def identity_lines(verify: dict[str, Any]) -> str:
+    """Which modes gave the same tokens, and where one did not."""
+    pairs = _telling_pairs(verify["pairs"])
+    if not pairs:
+        return "outputs: one mode only, nothing to compare"
+    same = [p for p in pairs if p["identical"] == p["compared"]]
+    lines = []
+    if same:
+        counts = {p["compared"] for p in same}
+        span = f"{min(counts)}/{min(counts)}" if len(counts) == 1 else "all that both ran"
+        lines.append(f"outputs: {', '.join(f'{_pair(p)}' for p in same)} ({span} replies)")
+    for pair in pairs:
+        if pair not in same:
+            left, right = _name(pair["mode"]), _name(pair["reference"])
+            lines.append(f"outputs: {left} == {right} in {pair['identical']}/{pair['compared']} replies")
+    lines += [_divergence_line(d) for kind in ("bugs", "numeric", "unclassified") for d in verify[kind]]
+    if verify["unclassified"]:
+        lines.append("  --verify tells rounding from a bug; --dtype float32 makes the comparison exact")
+    return "\n".join(lines)
+
+
+def _telling_pairs(pairs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without those that follow: X == plain and plain == HF say X == HF."""
+    same = {p["mode"] for p in pairs if p["reference"] == "plain" and p["identical"] == p["compared"]}
+    return [p for p in pairs if p["reference"] == "plain" or p["mode"] not in same]
+
+
+def _pair(pair: dict[str, Any]) -> str:
+    return f"{_name(pair['mode'])} == {_name(pair['reference'])}"
+
+
+def _divergence_line(row: dict[str, Any]) -> str:
+    where = f"prompt {row['id']}, turn {row['turn'] + 1}, token {row['position']}"
+    label = {"bug": "BUG", "numeric": "numeric", "unclassified": "differs"}[row["kind"]]
+    gap = "" if row["gap"] is None else f"; the two best logits are {row['gap']:.3g} apart"
+    detail = f"; {row['detail']}" if row["detail"] else ""
+    return f"  {label}: {_name(row['mode'])} against {_name(row['reference'])}, {where}{gap}{detail}"
+
+
+def align(rows: Sequence[Sequence[str]], left: int = 2) -> str:
+    """Columns padded with blanks, the first `left` of them to the left; a rule under the header."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    lines.insert(1, "-" * max(map(len, lines)))
+    return "\n".join(lines)
+
+
+def _name(key: str) -> str:
+    return NAMES.get(key, key)
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _times(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}x"
+
+
+def _series(values: Sequence[float | None]) -> str:
+    return " ".join(_number(value) for value in values)

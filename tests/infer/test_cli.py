@@ -1,0 +1,317 @@
+"""`eagle3-infer` as a user meets it: whole runs on a tiny model, the report's file, and every way to get it wrong."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from eagle3.checkpoint.reference import save_head
+from eagle3.errors import ConfigError
+from eagle3.target import Target
+from eagle3_infer import bench as bench_module
+from eagle3_infer.cli import main, parse_settings
+from eagle3_infer.models import random_head
+from eagle3_infer.settings import RunSettings
+
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+FAST = ("--max-new-tokens", "12", "--tree-depth", "3", "--tree-top-k", "2", "--tree-nodes", "6")
+
+
+def byte_tokenizer(template):
+    """One id per byte, an EOS, nothing merged."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate([*alphabet, "<eos>"])}, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", chat_template=template)
+
+
+def save_target(folder, template=TEMPLATE, hidden=32):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=257, hidden_size=hidden, intermediate_size=48, num_hidden_layers=7, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, bos_token_id=None, eos_token_id=256,
+        initializer_range=0.2,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    byte_tokenizer(template).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def target_folder(tmp_path_factory):
+    return save_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def head_folder(target_folder, tmp_path_factory):
+    head = random_head(Target.load(target_folder))
+    return save_head(tmp_path_factory.mktemp("head") / "head", head, torch.float32)
+
+
+@pytest.fixture(scope="module")
+def prompts_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    rows = [
+        {"question_id": 1, "category": "one", "turns": ["Hello", "Again"]},
+        {"prompt": "Tell me", "category": "two"},
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+@pytest.fixture
+def base(target_folder, prompts_file):
+    return ["--target", str(target_folder), "--draft", "random", "--prompts", str(prompts_file), *FAST]
+
+
+def failing(capsys, *argv):
+    """The one line on stderr of a run that must end with exit code 2."""
+    code = main(list(map(str, argv)))
+    captured = capsys.readouterr()
+    assert code == 2, captured
+    lines = captured.err.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: "), captured.err
+    return lines[0]
+
+
+def test_whole_run(base, tmp_path, capsys):
+    path = tmp_path / "report.json"
+    assert main([*base, "--dtype", "float32", "--verify", "--json", str(path)]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == "" and "\x1b" not in captured.out
+    assert "<|user|>Hello" in captured.out
+    assert "outputs: chain == plain, tree == plain, plain == HF generate (3/3 replies)" in captured.out
+    report = json.loads(path.read_text())
+    assert list(report["modes"]) == ["plain", "chain", "tree", "hf_generate"]
+    assert report["verify"]["compared"] == report["verify"]["identical"] == 5 * 3
+    assert report["run"]["settings"]["max_new_tokens"] == 12 and not report["run"]["interrupted"]
+    assert set(report["modes"]["tree"]["by_category"]) == {"one", "two"}
+    for row in report["outputs"]:
+        assert 1 + sum(row["run_lengths"]) == len(row["token_ids"]) <= 12
+    for mode in report["modes"].values():
+        assert mode["seconds"] == pytest.approx(sum(mode["seconds_by_stage"].values()))
+        assert mode["tau"] >= 1 and mode["peak_memory_bytes"] != 0
+    assert report["modes"]["plain"]["tau"] == 1.0
+    assert report["modes"]["tree"]["nodes_per_round"] <= 6
+
+
+def test_every_mode_gets_the_same_prompts(base, tmp_path):
+    path = tmp_path / "report.json"
+    assert main([*base, "--json", str(path)]) == 0
+    lengths = {}
+    for row in json.loads(path.read_text())["outputs"]:
+        lengths.setdefault(row["mode"], []).append((row["id"], row["turn"], row["prompt_tokens"]))
+    assert len(lengths) == 4 and len(set(map(tuple, lengths.values()))) == 1
+    # the second turn holds the first one and its reply
+    assert lengths["plain"][1][2] > lengths["plain"][0][2] + len("Hello")
+
+
+def test_sampling_with_a_seed(base, tmp_path, capsys):
+    path = tmp_path / "report.json"
+    assert main([*base, "--temperature", "1.0", "--top-k", "50", "--seed", "3", "--json", str(path)]) == 0
+    assert "chain == plain, tree == plain (3/3 replies)" in capsys.readouterr().out
+    assert {pair["reference"] for pair in json.loads(path.read_text())["verify"]["pairs"]} == {"plain"}
+
+
+def test_lists_run_every_combination(base, tmp_path):
+    path = tmp_path / "report.json"
+    flags = ["--tree-nodes", "4,6", "--chain-depth", "2", "--limit", "1", "--max-turns", "1", "--repeats", "2", "--no-hf"]
+    assert main([*base, *flags, "--json", str(path)]) == 0
+    modes = json.loads(path.read_text())["modes"]
+    assert list(modes) == ["plain", "chain", "tree", "tree[d3k2n6]"]
+    assert modes["chain"]["settings"] == {"depth": 2, "top_k": 1, "nodes": 2}
+    assert modes["tree"]["settings"]["nodes"] == 4 and modes["tree"]["speedup_vs_hf"] is None
+    low, high = modes["tree"]["tokens_per_second_spread"]
+    assert low <= modes["tree"]["tokens_per_second"] <= high
+
+
+def test_plain_only_needs_no_head(target_folder, prompts_file, capsys):
+    argv = ["--target", str(target_folder), "--prompts", str(prompts_file), "--mode", "plain", "--no-hf", *FAST]
+    assert main(argv) == 0
+    out = capsys.readouterr().out
+    assert "head     none" in out and "nothing to compare" in out
+
+
+def test_saved_head(base, head_folder):
+    assert main([*base, "--draft", str(head_folder), "--mode", "chain", "--no-hf", "--limit", "1"]) == 0
+
+
+def test_no_template_is_said_once(tmp_path, prompts_file, capsys):
+    folder = save_target(tmp_path / "plain", template=None)
+    assert main(["--target", str(folder), "--draft", "random", "--prompts", str(prompts_file), *FAST]) == 0
+    out = capsys.readouterr().out
+    assert "  | Hello\n" in out and out.count("has no chat template") == 1
+
+
+def test_stop_string_ends_every_mode_alike(base, tmp_path, capsys):
+    path = tmp_path / "report.json"
+    assert main([*base, "--json", str(path)]) == 0
+    text = json.loads(path.read_text())["outputs"][0]["text"]
+    stop = next(c for c in text[3:] if c.isascii() and c.isprintable() and c not in text[:3])
+    assert main([*base, "--stop", stop, "--json", str(path)]) == 0
+    report = json.loads(path.read_text())
+    assert report["verify"]["identical"] == report["verify"]["compared"] > 0
+    firsts = [row for row in report["outputs"] if (row["id"], row["turn"]) == ("1", 0)]
+    assert {row["finish_reason"] for row in firsts} == {"stop"}
+
+
+class Stopping(bench_module.Engine):
+    """An engine whose user presses Ctrl-C during its fifth request."""
+
+    calls = 0
+
+    def generate_one(self, request):
+        Stopping.calls += 1
+        if Stopping.calls == 5:
+            raise KeyboardInterrupt
+        return super().generate_one(request)
+
+
+def test_ctrl_c_keeps_what_was_finished(base, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench_module, "Engine", Stopping)
+    monkeypatch.setattr(Stopping, "calls", 0)
+    path = tmp_path / "report.json"
+    # one warm-up and three plain replies, then the chain's warm-up
+    assert main([*base, "--json", str(path)]) == 130
+    report = json.loads(path.read_text())
+    assert list(report["modes"]) == ["plain"] and len(report["outputs"]) == 3
+    assert report["run"]["interrupted"]
+    assert "interrupted" in capsys.readouterr().err
+
+
+class Wrong(bench_module.Engine):
+    """An engine whose drafts change the output: what --verify is for."""
+
+    def generate_one(self, request):
+        result = super().generate_one(request)
+        if self.tree is not None and len(result.token_ids) > 2:
+            result.token_ids[2] = (result.token_ids[2] + 1) % 250
+        return result
+
+
+def test_verify_finds_a_bug(base, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench_module, "Engine", Wrong)
+    path = tmp_path / "report.json"
+    argv = [*base, "--mode", "plain,chain", "--dtype", "float32", "--json", str(path)]
+    assert main(argv) == 0
+    assert "--verify tells rounding from a bug" in capsys.readouterr().out
+    assert main([*argv, "--verify"]) == 1
+    assert "BUG: chain against plain, prompt 1, turn 1, token 2" in capsys.readouterr().out
+    bugs = json.loads(path.read_text())["verify"]["bugs"]
+    assert {(bug["mode"], bug["reference"]) for bug in bugs} == {("chain", "plain"), ("chain", "hf_generate")}
+
+
+@pytest.mark.parametrize(
+    "flags, told",
+    [
+        (["--tree-dept", "3"], "did you mean --tree-depth?"),
+        (["--mode", "plain,fast"], "fast"),
+        (["--mode", ""], "--mode"),
+        (["--dtype", "float8"], "float8"),
+        (["--device", "tpu"], "tpu"),
+        (["--device", "cuda:99"], "cuda:99"),
+        (["--temperature", "-1"], "temperature"),
+        (["--temperature", "nan"], "temperature"),
+        (["--temperature", "warm"], "--temperature"),
+        (["--top-p", "1.5"], "top_p"),
+        (["--top-p", "0"], "top_p"),
+        (["--top-k", "-1"], "top_k"),
+        (["--tree-depth", "0"], "depth"),
+        (["--tree-top-k", "0"], "top_k"),
+        (["--tree-nodes", "900"], "nodes"),
+        (["--tree-nodes", "2"], "nodes"),
+        (["--tree-nodes", "6,x"], "6,x"),
+        (["--chain-depth", "0"], "depth"),
+        (["--threads", "0"], "--threads"),
+        (["--limit", "0"], "--limit"),
+        (["--repeats", "0"], "--repeats"),
+        (["--max-new-tokens", "0"], "--max-new-tokens"),
+        (["--max-new-tokens", "300"], "256 positions"),
+        (["--stop", ""], "--stop"),
+        (["--draft", "no-such-head"], "no-such-head"),
+        (["--draft", __file__], "is not a folder"),
+        (["--target", "./no-such-model"], "no-such-model"),
+        (["--target", __file__], "is a file"),
+        (["--prompts", "no-such.jsonl"], "no-such.jsonl"),
+        (["--prompts", "."], "is a folder"),
+        (["--json", "."], "is a folder"),
+        (["--json", "no/such/folder/report.json"], "no/such/folder"),
+        (["--limit"], "--limit"),
+        (["stray"], "stray"),
+    ],
+)
+def test_bad_flags(base, capsys, flags, told):
+    assert told in failing(capsys, *base, *flags)
+
+
+def test_bad_prompt_line_names_file_and_line(base, tmp_path, capsys):
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"prompt": "fine"}\n{broken\n')
+    assert f"{path}:2" in failing(capsys, *base, "--prompts", path)
+
+
+def test_too_long_prompt_is_named(base, tmp_path, capsys):
+    path = tmp_path / "long.jsonl"
+    path.write_text(json.dumps({"prompt": "fine"}) + "\n" + json.dumps({"prompt": "x" * 300}))
+    assert f"{path}:2" in failing(capsys, *base, "--prompts", path)
+
+
+def test_a_later_turn_that_grows_too_long_is_left_out(base, tmp_path, capsys):
+    path = tmp_path / "turns.jsonl"
+    path.write_text(json.dumps({"turns": ["x" * 150, "y" * 150]}))
+    assert main([*base, "--prompts", str(path), "--mode", "plain", "--no-hf"]) == 0
+    assert "turn 2 left out" in capsys.readouterr().out
+
+
+def test_head_for_another_hidden_size(base, tmp_path, head_folder, capsys):
+    other = save_target(tmp_path / "wide", hidden=48)
+    assert "hidden size" in failing(capsys, *base, "--target", other, "--draft", head_folder)
+
+
+def test_checkpoint_without_fc(base, tmp_path, head_folder, capsys):
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text((head_folder / "config.json").read_text())
+    weights = load_file(head_folder / "model.safetensors")
+    del weights["fc.weight"]
+    save_file(weights, broken / "model.safetensors")
+    assert "fc.weight" in failing(capsys, *base, "--draft", broken)
+
+
+def test_shipped_head_is_for_its_own_target(base, capsys):
+    argv = [flag for flag in base if flag not in ("--draft", "random")]
+    assert "--draft" in failing(capsys, *argv)
+
+
+def test_unwritable_report_is_known_before_the_run(tmp_path):
+    with pytest.raises(ConfigError, match="does not exist"):
+        parse_settings(["--json", str(tmp_path / "none" / "report.json")])
+
+
+def test_defaults_live_in_the_settings():
+    assert parse_settings([]) == RunSettings()
+
+
+def test_help_is_quick_and_imports_nothing_heavy():
+    code = (
+        "import sys; from eagle3_infer.cli import build_parser; build_parser().format_help(); "
+        "print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
+    root = Path(__file__).parents[2]
+    paths = ":".join(str(root / part) for part in (".", "infer", "kernels"))
+    start = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONPATH": paths}
+    )
+    assert done.stdout.strip() == "[]" and time.perf_counter() - start < 2

@@ -1,0 +1,211 @@
+"""The report counts what was emitted: invariants of the schema, figures by hand, and the printed table."""
+
+import json
+import os
+import stat
+
+import pytest
+
+from eagle3_infer.compare import compare_modes, first_difference
+from eagle3_infer.report import STAGES, Divergence, ModeRun, Output, build_report, speedup, tau, write_json
+from eagle3_infer.table import align, render_report
+
+SCHEMA_MODE_KEYS = {
+    "tokens", "rounds", "tau", "tau_prompt_mean", "seconds", "tokens_per_second", "end_to_end_tokens_per_second",
+    "speedup_vs_plain", "speedup_vs_hf", "seconds_by_stage", "offered_by_level", "accepted_by_level",
+    "nodes_per_round", "utilisation", "path_conflict", "run_length_hist", "by_category", "by_context",
+    "peak_memory_bytes",
+}  # fmt: skip
+
+
+def output(mode, runs, *, id="a", turn=0, category="x", prefill=0.5, draft=0.25, verify=1.0, other=0.25, **rest):
+    """An output of 1 + sum(runs) tokens 0, 1, 2, ...; one and a half seconds of decoding."""
+    seconds = dict.fromkeys(STAGES, 0.0) | {"prefill": prefill, "draft": draft, "verify": verify, "other": other}
+    return Output(
+        mode=mode, id=id, category=category, turn=turn, prompt_tokens=rest.pop("prompt_tokens", 10),
+        token_ids=list(range(1 + sum(runs))), text="t", finish_reason="length", run_lengths=list(runs),
+        rounds=len(runs), seconds=seconds, **rest,
+    )  # fmt: skip
+
+
+def mode_run(key, outputs, settings=None, more_repeats=()):
+    return ModeRun(key, settings or {}, [outputs, *more_repeats])
+
+
+TREE = {"depth": 2, "top_k": 2, "nodes": 4}
+
+
+@pytest.fixture
+def report():
+    plain = mode_run("plain", [output("plain", [1] * 6), output("plain", [1] * 3, id="b", category="y")])
+    tree = mode_run(
+        "tree",
+        [
+            output(
+                "tree", [3, 2, 1], offered_by_level=[3, 3], accepted_by_level=[2, 1], nodes=12, path_conflict=(2, 8)
+            ),
+            output("tree", [3], id="b", category="y", offered_by_level=[1, 1], accepted_by_level=[1, 1], nodes=4),
+        ],
+        TREE,
+    )
+    hf = mode_run("hf_generate", [output("hf_generate", [1] * 6), output("hf_generate", [1] * 3, id="b")])
+    modes = [plain, tree, hf]
+    return build_report({"argv": []}, modes, compare_modes(modes, None, with_hf=True))
+
+
+def test_schema(report):
+    assert report["schema"] == 1
+    assert set(report) == {"schema", "run", "modes", "verify", "outputs"}
+    for mode in report["modes"].values():
+        assert set(mode) >= SCHEMA_MODE_KEYS
+        assert set(mode["seconds_by_stage"]) == set(STAGES)
+    assert {"compared", "identical", "numeric", "bugs"} <= set(report["verify"])
+    row = report["outputs"][0]
+    assert {"id", "category", "turn", "mode", "prompt_tokens", "token_ids", "text", "rounds", "run_lengths"} <= set(row)
+    json.dumps(report, allow_nan=False)
+
+
+def test_invariants(report):
+    for row in report["outputs"]:
+        assert 1 + sum(row["run_lengths"]) == len(row["token_ids"])
+        assert len(row["run_lengths"]) == row["rounds"]
+    for key, mode in report["modes"].items():
+        rows = [row for row in report["outputs"] if row["mode"] == key]
+        assert mode["tokens"] == sum(len(row["token_ids"]) for row in rows)
+        assert mode["rounds"] == sum(row["rounds"] for row in rows)
+        assert mode["seconds"] == pytest.approx(sum(mode["seconds_by_stage"].values()))
+        assert mode["seconds"] == pytest.approx(sum(row["seconds"] for row in rows))
+        assert sum(int(n) * count for n, count in mode["run_length_hist"].items()) == mode["tokens"] - len(rows)
+        for part in ("by_category", "by_context"):
+            assert sum(group["rounds"] for group in mode[part].values()) == mode["rounds"]
+
+
+def test_figures_by_hand(report):
+    tree, plain = report["modes"]["tree"], report["modes"]["plain"]
+    assert plain["tau"] == plain["tau_prompt_mean"] == 1.0
+    assert tree["tau"] == 9 / 4
+    assert tree["tau_prompt_mean"] == (2 + 3) / 2
+    # nine tokens in rounds over two replies of 1.5 s without their prefill
+    assert tree["tokens_per_second"] == pytest.approx(9 / 3)
+    assert tree["end_to_end_tokens_per_second"] == pytest.approx(11 / 4)
+    assert tree["offered_by_level"] == [4, 4] and tree["accepted_by_level"] == [3, 2]
+    assert tree["nodes_per_round"] == 4 and tree["utilisation"] == 5 / 16 and tree["path_conflict"] == 2 / 8
+    assert tree["run_length_hist"] == {"1": 1, "2": 1, "3": 2}
+    assert tree["by_category"]["y"]["tau"] == 3
+    assert plain["path_conflict"] is None and plain["utilisation"] is None
+
+
+def test_no_round_no_tau():
+    """A reply that ends with its first token has no round: tau is null, not zero, not one."""
+    run = mode_run("plain", [output("plain", [])])
+    mode = build_report({}, [run], compare_modes([run], None, True))["modes"]["plain"]
+    assert mode["tau"] is None and mode["tau_prompt_mean"] is None and mode["run_length_hist"] == {}
+    assert render_report(build_report({}, [run], compare_modes([run], None, True)))
+
+
+def test_speedup_is_over_the_turns_that_both_ran():
+    slow = [output("plain", [1] * 4, verify=1.5), output("plain", [1] * 4, id="b", verify=11.5)]
+    fast = [output("tree", [4], verify=0.5)]
+    assert speedup(fast, slow) == pytest.approx(2.0)
+    assert speedup(fast, []) is None
+
+
+def test_the_median_repeat_gives_the_figures():
+    repeats = [[output("plain", [1] * 6, verify=seconds)] for seconds in (1.0, 3.0, 2.0)]
+    mode = mode_run("plain", repeats[0], more_repeats=repeats[1:])
+    assert mode.outputs is repeats[2]
+    summary = build_report({}, [mode], compare_modes([mode], None, True))["modes"]["plain"]
+    assert summary["tokens_per_second_spread"] == pytest.approx([6 / 3.5, 6 / 1.5])
+
+
+def test_an_unfinished_repeat_is_left_out():
+    whole = [output("plain", [1]), output("plain", [1], id="b")]
+    mode = mode_run("plain", whole, more_repeats=[[output("plain", [1])], []])
+    assert mode.outputs is whole and len(mode.rates) == 1
+
+
+def test_context_buckets_follow_the_reply():
+    """A reply that crosses a bucket's edge is counted in both, each round where it began."""
+    groups = build_report(
+        {}, [mode_run("plain", [output("plain", [1] * 6, prompt_tokens=124)])], compare_modes([], None, True)
+    )
+    contexts = groups["modes"]["plain"]["by_context"]
+    assert {name: group["rounds"] for name, group in contexts.items()} == {"0-127": 3, "128-255": 3}
+
+
+def test_comparison_counts_and_names_the_place():
+    left = [output("tree", [2, 1]), output("tree", [1], id="b")]
+    other = output("plain", [1, 1, 1])
+    other.token_ids[2] = 99
+    modes = [mode_run("plain", [other, output("plain", [1], id="b")]), mode_run("tree", left)]
+    comparison = compare_modes(modes, None, with_hf=True)
+    assert [(p.mode, p.reference, p.compared, p.identical) for p in comparison.pairs] == [("tree", "plain", 2, 1)]
+    assert comparison.divergences == [Divergence("a", 0, "tree", "plain", 2)]
+
+
+def test_sampled_outputs_are_not_compared_with_hf():
+    modes = [mode_run("plain", [output("plain", [1])]), mode_run("hf_generate", [output("hf_generate", [1, 1])])]
+    assert compare_modes(modes, None, with_hf=False).pairs == []
+    assert len(compare_modes(modes, None, with_hf=True).divergences) == 1
+
+
+def test_explained_divergences_reach_the_report():
+    modes = [mode_run("plain", [output("plain", [1])]), mode_run("tree", [output("tree", [2])], TREE)]
+
+    def explain(left, right, position):
+        return Divergence(left.id, left.turn, left.mode, right.mode, position, "bug", 0.5, "told")
+
+    report = build_report({}, modes, compare_modes(modes, explain, with_hf=True))
+    assert report["verify"]["bugs"][0]["position"] == 2 and report["verify"]["numeric"] == []
+    assert "BUG: tree against plain, prompt a, turn 1, token 2" in render_report(report)
+
+
+def test_first_difference_counts_a_missing_token():
+    assert first_difference([1, 2, 3], [1, 2]) == 2
+    assert first_difference([1, 9], [1, 2]) == 1
+
+
+def test_table(report):
+    text = render_report(report)
+    assert "d2k2n4" in text and "HF generate" in text
+    assert "outputs: tree == plain, plain == HF generate (2/2 replies)" in text
+    assert "tau | tok/s by category" in text
+    assert "\x1b" not in text and not any(line != line.rstrip() for line in text.splitlines())
+
+
+def test_slower_is_said():
+    modes = [
+        mode_run("plain", [output("plain", [1] * 4)]),
+        mode_run("chain", [output("chain", [2, 2], verify=3.0)], TREE),
+    ]
+    text = render_report(build_report({}, modes, compare_modes(modes, None, True)))
+    assert "Slower than plain decoding here: chain" in text and "0.43x" in text
+
+
+def test_nothing_measured():
+    assert (
+        render_report(build_report({}, [mode_run("plain", [])], compare_modes([], None, True)))
+        == "nothing was measured"
+    )
+
+
+def test_align():
+    assert align([("a", "b", "c"), ("long", "x", "1.0")]) == "a     b    c\n------------\nlong  x  1.0"
+
+
+def test_the_file_is_written_whole_and_readable(tmp_path, report):
+    path = tmp_path / "report.json"
+    write_json(report, path)
+    assert json.loads(path.read_text()) == json.loads(json.dumps(report))
+    mask = os.umask(0)
+    os.umask(mask)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~mask
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_json({"x": float("nan")}, path)
+    assert [p.name for p in tmp_path.iterdir()] == ["report.json"]
+    assert json.loads(path.read_text())["schema"] == 1
+
+
+def test_tau_is_pooled():
+    """A mean of per-prompt ratios would give (1 + 3) / 2."""
+    assert tau([output("t", [1] * 3), output("t", [3], id="b")]) == 6 / 4
