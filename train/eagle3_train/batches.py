@@ -21,9 +21,9 @@ from eagle3.errors import ConfigError
 class PackedBatch:
     """Documents end to end; T tokens in all.
 
-    `ids`, `positions` (restart per document), `documents` (index of the token's document) and `span_ids` are
-    int64 [T]. Span ids are 0 outside, and no two documents of a batch share another one: equal ids mean one
-    span of one document. `lengths` sums to T.
+    `ids`, `positions` (restart per document), `documents` (index of the token's document) and `span_ids` are int64
+    [T]. A span id is 0 outside spans and on a document's first token; no two documents of a batch share another one,
+    so equal ids mean one span of one document. `lengths` sums to T.
     """
 
     ids: Tensor
@@ -33,9 +33,7 @@ class PackedBatch:
     lengths: list[int]
 
     def to(self, device: torch.device | str) -> PackedBatch:
-        moved = {
-            name: getattr(self, name).to(device) for name in ("ids", "span_ids", "positions", "documents")
-        }
+        moved = {name: getattr(self, name).to(device) for name in ("ids", "span_ids", "positions", "documents")}
         return replace(self, **moved)
 
 
@@ -45,8 +43,10 @@ def pack(rows: Sequence[dict[str, Any]]) -> PackedBatch:
     spans, used = [], 0
     for row in rows:
         span = torch.as_tensor(row["span_ids"], dtype=torch.int64)
-        spans.append(torch.where(span == 0, span, span + used))
-        used += int(span.max())
+        used, span = used + int(span.max()), torch.where(span == 0, span, span + used)
+        # no row of its document lies before a first token: it is nobody's root
+        span[0] = 0
+        spans.append(span)
     lengths = [len(i) for i in ids]
     return PackedBatch(
         ids=torch.cat(ids),
@@ -121,9 +121,7 @@ class Batches:
         return order + (order * missing)[:missing]
 
 
-def sequential_batches(
-    dataset: Any, rows_per_batch: int, rank: int = 0, world: int = 1
-) -> Iterator[PackedBatch]:
+def sequential_batches(dataset: Any, rows_per_batch: int, rank: int = 0, world: int = 1) -> Iterator[PackedBatch]:
     """Every row exactly once, in order, shared among the ranks; they may get unequal numbers."""
     mine = range(rank, len(dataset), world)
     for start in range(0, len(mine), rows_per_batch):

@@ -81,9 +81,7 @@ def _open(file: str) -> TextIO:
     if path.is_dir():
         raise DataError(f"{file} is a folder; name its .jsonl or .jsonl.gz files")
     try:
-        return (
-            gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
-        )
+        return gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
     except OSError as error:
         raise DataError(f"{file}: cannot be opened ({error.strerror})") from None
 
@@ -140,9 +138,7 @@ def _finished(row: dict, source: str) -> bool:
 
 def _temperature(row: dict, source: str) -> float | None:
     value = row.get("temperature")
-    if value is not None and (
-        isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0
-    ):
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0):
         raise DataError(f"{source}: 'temperature' must be a number >= 0, found {value!r}")
     return value
 

@@ -81,9 +81,7 @@ def split_rows(
     prompts with the smallest hashes until that many rows are held out.
     """
     if not 0 <= eval_fraction < 1 or eval_rows < 0 or (eval_fraction and eval_rows):
-        raise ConfigError(
-            f"give eval_fraction in [0, 1) or eval_rows >= 0, found {eval_fraction} and {eval_rows}"
-        )
+        raise ConfigError(f"give eval_fraction in [0, 1) or eval_rows >= 0, found {eval_fraction} and {eval_rows}")
     keys, greedy = np.array(dataset["prompt_key"], dtype=np.uint64), np.array(dataset["greedy"], dtype=bool)
     usable = greedy if greedy.any() else np.ones_like(greedy)
     held_out = keys < np.uint64(eval_fraction * 2**63)
@@ -91,9 +89,7 @@ def split_rows(
         held_out = keys <= _key_limit(keys[usable], eval_rows)
     train, chosen = np.flatnonzero(~held_out), np.flatnonzero(held_out & usable)
     if not len(train):
-        raise DataError(
-            f"0 of {len(keys)} rows left to train on: hold out fewer than {len(chosen)} or add data"
-        )
+        raise DataError(f"0 of {len(keys)} rows left to train on: hold out fewer than {len(chosen)} or add data")
     if held_out.any() and not greedy.any():
         print("data: no reply is marked greedy (temperature 0): held-out tau is over all replies")
     if report:
@@ -117,12 +113,11 @@ def load_data(
 def token_counts(dataset: Dataset, vocab_size: int) -> Tensor:
     """How often each token is one that a head must predict at step 0: int64 [vocab_size]."""
     counts = np.zeros(vocab_size, dtype=np.int64)
-    for row in dataset.with_format("numpy"):
+    rows: Any = dataset.with_format("numpy")
+    for row in rows:
         ids, predicted = row["input_ids"], predicted_tokens(row["span_ids"])
         if ids.max(initial=0) >= vocab_size:
-            raise DataError(
-                f"token id {ids.max()} in the data is outside the target's vocabulary of {vocab_size}"
-            )
+            raise DataError(f"token id {ids.max()} in the data is outside the target's vocabulary of {vocab_size}")
         counts += np.bincount(ids[predicted], minlength=vocab_size)
     return torch.from_numpy(counts)
 
@@ -183,6 +178,7 @@ def _check_kept(report: DataReport, files: list[str], max_length: int) -> None:
 
 def _dataset(generator: Callable[[], Iterator[dict]], files: list[str]) -> Dataset:
     import datasets
+    from datasets.exceptions import DatasetGenerationError
 
     features = datasets.Features(
         {
@@ -204,7 +200,7 @@ def _dataset(generator: Callable[[], Iterator[dict]], files: list[str]) -> Datas
                 keep_in_memory=True,
                 fingerprint=uuid.uuid4().hex,
             )
-    except datasets.exceptions.DatasetGenerationError as error:
+    except DatasetGenerationError as error:
         cause = error.__cause__ or error.__context__
         raise (cause if isinstance(cause, Eagle3Error) else error) from None
     finally:

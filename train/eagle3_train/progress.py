@@ -41,9 +41,7 @@ class Progress:
         """Show a step just done over `tokens` tokens, with values such as loss and tau (None: left out)."""
         _, last_step, total = self._marks[-1]
         self._marks.append((self._clock(), step, total + tokens))
-        if self.enabled and (
-            self._live or step % self.every == 0 or step in (last_step, self.total) or step == 1
-        ):
+        if self.enabled and (self._live or step % self.every == 0 or step in (last_step, self.total) or step == 1):
             self._show(self._line(step, values))
 
     @property

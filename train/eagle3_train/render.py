@@ -46,9 +46,7 @@ class TurnEnd:
     kept: int
 
 
-def render_ids(
-    tokenizer: Any, messages: list[dict], add_generation_prompt: bool = False, **options: Any
-) -> list[int]:
+def render_ids(tokenizer: Any, messages: list[dict], add_generation_prompt: bool = False, **options: Any) -> list[int]:
     """Render messages through the tokenizer's chat template to a flat list of ids.
 
     transformers 5 returns a BatchEncoding by default (its len() is 2); the result is checked, not assumed.
@@ -136,9 +134,7 @@ class ChatRenderer:
 
     def _generated(self, ids: list[int], end: TurnEnd, finished: bool, where: str) -> list[int]:
         if ids and max(ids) >= self.vocab_size:
-            raise DataError(
-                f"{where}: token id {max(ids)} is outside the tokenizer's {self.vocab_size} tokens"
-            )
+            raise DataError(f"{where}: token id {max(ids)} is outside the tokenizer's {self.vocab_size} tokens")
         if not finished or (ids and end.kept and ids[-1] == end.ids[end.kept - 1]):
             return ids
         return ids + end.ids[: end.kept]
@@ -155,15 +151,11 @@ class ChatRenderer:
             checked = end.ids[end.kept - 1 :] if end.kept else end.ids
             if full[len(full) - len(checked) :] == checked:
                 return end, stop
-        raise DataError(
-            f"{where}: the end of this turn cannot be located: its text merges with the template's"
-        )
+        raise DataError(f"{where}: the end of this turn cannot be located: its text merges with the template's")
 
     def _probe_end(self, chat: Chat, index: int, where: str) -> TurnEnd:
         """Find the text after a reply as what two renderings with different replies end in."""
-        texts = [
-            self._text([*chat.plain(index), {"role": "assistant", "content": p}], where) for p in _PROBES
-        ]
+        texts = [self._text([*chat.plain(index), {"role": "assistant", "content": p}], where) for p in _PROBES]
         if texts[0] == texts[1]:
             raise DataError(f"{where}: the chat template does not render this turn's content")
         length = _common_suffix(*texts)
@@ -181,9 +173,7 @@ class ChatRenderer:
                 f"{where}: the history with the generation prompt is not a prefix of this rendered turn, so "
                 "its first token is unknown; give the generated 'token_ids', or matching template options"
             )
-        probes = [
-            self._text([*chat.plain(index), {"role": "assistant", "content": p}], where) for p in _PROBES
-        ]
+        probes = [self._text([*chat.plain(index), {"role": "assistant", "content": p}], where) for p in _PROBES]
         reply = full[len(before) : len(full) - _common_suffix(*probes)]
         return self.tokenizer(reply, add_special_tokens=False)["input_ids"]
 

@@ -128,9 +128,7 @@ class RunRecord:
         try:
             old = json.loads(self.path.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise ConfigError(
-                f"{self.path} is not valid JSON ({error}): move it away to resume this run"
-            ) from None
+            raise ConfigError(f"{self.path} is not valid JSON ({error}): move it away to resume this run") from None
         return [*old.pop("previous", []), old]
 
 
@@ -252,9 +250,7 @@ def available_trackers(log_with: Iterable[str]) -> list[str]:
 def _flat(value: Any, name: str = "") -> dict[str, bool | int | float | str]:
     if isinstance(value, dict | list):
         items = value.items() if isinstance(value, dict) else enumerate(value)
-        return {
-            k: v for key, item in items for k, v in _flat(item, f"{name}.{key}" if name else str(key)).items()
-        }
+        return {k: v for key, item in items for k, v in _flat(item, f"{name}.{key}" if name else str(key)).items()}
     return {name: str(value) if value is None else value}
 
 
