@@ -22,22 +22,23 @@ def hf_decoder(target: Target) -> Iterator[Any]:
     The model's generation config is put aside meanwhile: its penalties and sampling defaults would give
     another distribution than the one asked for.
     """
-    with target.stock() as model:
+    model: Any = target.model
+    with target.stock():
         own = model.generation_config
         model.generation_config = GenerationConfig()
         try:
-            yield partial(hf_generate, target)
+            yield partial(hf_generate, target, model)
         finally:
             model.generation_config = own
 
 
-def hf_generate(target: Target, request: Request) -> Result:
+def hf_generate(target: Target, model: Any, request: Request) -> Result:
     """One reply. Prefill is the time to the first token, which charges it with generate's set-up."""
     ids = torch.tensor([request.prompt_ids], device=target.device)
     clock = FirstTokenClock()
     torch.manual_seed(hash((request.sampling.seed, request.prompt_id, request.turn)) % 2**31)
     start = time.perf_counter()
-    row = target.model.generate(
+    row = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         generation_config=generation_config(target, request),

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -54,6 +54,7 @@ class Bench:
         progress: Shows,
     ):
         self.settings, self.target, self.head = settings, target, head
+        self.tokenizer: Any = target.tokenizer
         self.prompts, self.progress = prompts, progress
         self.plans = settings.plans() + ([ModePlan(HF, HF)] if settings.hf else [])
         self.modes = [ModeRun(plan.key, asdict(plan.tree) if plan.tree else {}) for plan in self.plans]
@@ -68,7 +69,7 @@ class Bench:
         Raises:
             DataError: a prompt with its new tokens does not fit the target's positions.
         """
-        self.first_text, _ = render(self.target.tokenizer, self.prompts[0].messages([]))
+        self.first_text, _ = render(self.tokenizer, self.prompts[0].messages([]))
         for index, prompt in enumerate(self.prompts):
             turn = self._turn(index, prompt, 0, [])
             if (excess := self._excess(turn)) > 0:
@@ -134,7 +135,7 @@ class Bench:
 
     def _turn(self, index: int, prompt: Prompt, number: int, replies: Sequence[str]) -> Turn:
         settings = self.settings
-        _, ids = render(self.target.tokenizer, prompt.messages(replies))
+        _, ids = render(self.tokenizer, prompt.messages(replies))
         request = Request(
             prompt_ids=ids,
             sampling=settings.sampling,
@@ -167,7 +168,7 @@ class Bench:
             turn=turn.turn,
             prompt_tokens=result.prompt_tokens,
             token_ids=list(result.token_ids),
-            text=self.target.tokenizer.decode(result.token_ids, skip_special_tokens=True),
+            text=self.tokenizer.decode(result.token_ids, skip_special_tokens=True),
             finish_reason=result.finish_reason,
             rounds=result.rounds,
             run_lengths=list(result.run_lengths),

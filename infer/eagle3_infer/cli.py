@@ -5,6 +5,7 @@ Parses and reports errors; torch is imported only once the arguments are known t
 
 import argparse
 import difflib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -178,8 +179,9 @@ def parse_settings(argv: Sequence[str]) -> RunSettings:
 def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
-        # a terminal that lacks a character shows a question mark, and does not end the run
-        stream.reconfigure(errors="replace") if hasattr(stream, "reconfigure") else None
+        if isinstance(stream, io.TextIOWrapper):
+            # a terminal that lacks a character shows a question mark, and does not end the run
+            stream.reconfigure(errors="replace")
     try:
         settings = parse_settings(argv)
         _quieten()

@@ -21,7 +21,7 @@ from eagle3_infer.compare import compare_modes
 from eagle3_infer.explain import replay_explainer
 from eagle3_infer.models import draft_name, load_draft, load_target, pick_device
 from eagle3_infer.prompts import Prompt, has_template, load_prompts, shipped_prompts_path
-from eagle3_infer.report import build_report, write_json
+from eagle3_infer.report import Comparison, build_report, write_json
 from eagle3_infer.settings import RunSettings
 from eagle3_infer.table import render_report
 
@@ -50,9 +50,7 @@ def run(settings: RunSettings, argv: Sequence[str]) -> int:
 
 def conclude(settings: RunSettings, argv: Sequence[str], target: Target, bench: Bench) -> int:
     """Compare, print the tables, write the report."""
-    greedy = settings.sampling.temperature == 0
-    explain = replay_explainer(target, bench) if settings.verify and not bench.interrupted else None
-    comparison = compare_modes(bench.modes, explain, with_hf=greedy)
+    comparison = compare(settings, target, bench)
     report = build_report(describe_run(settings, argv, target, bench), bench.modes, comparison)
     print("\n" + render_report(report))
     if settings.json is not None:
@@ -62,6 +60,18 @@ def conclude(settings: RunSettings, argv: Sequence[str], target: Target, bench: 
         print("interrupted: the figures above cover what was finished", file=sys.stderr)
         return EXIT_INTERRUPTED
     return EXIT_BUG if comparison.of_kind("bug") else EXIT_OK
+
+
+def compare(settings: RunSettings, target: Target, bench: Bench) -> Comparison:
+    """Compare all modes; sampled outputs not with HF's, which draws from its own generator."""
+    with_hf = settings.sampling.temperature == 0
+    explain = replay_explainer(target, bench) if settings.verify and not bench.interrupted else None
+    try:
+        return compare_modes(bench.modes, explain, with_hf)
+    except KeyboardInterrupt:
+        # the replays are slow; without them the measurements still stand
+        bench.interrupted = True
+        return compare_modes(bench.modes, None, with_hf)
 
 
 def prompts_path(settings: RunSettings) -> Path:

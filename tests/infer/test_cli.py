@@ -36,7 +36,7 @@ def byte_tokenizer(template):
     return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", chat_template=template)
 
 
-def save_target(folder, template=TEMPLATE, hidden=32):
+def save_target(folder, template: str | None = TEMPLATE, hidden=32):
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=257, hidden_size=hidden, intermediate_size=48, num_hidden_layers=7, num_attention_heads=4,
@@ -126,7 +126,19 @@ def test_sampling_with_a_seed(base, tmp_path, capsys):
 
 def test_lists_run_every_combination(base, tmp_path):
     path = tmp_path / "report.json"
-    flags = ["--tree-nodes", "4,6", "--chain-depth", "2", "--limit", "1", "--max-turns", "1", "--repeats", "2", "--no-hf"]
+    flags = [
+        "--tree-nodes",
+        "4,6",
+        "--chain-depth",
+        "2",
+        "--limit",
+        "1",
+        "--max-turns",
+        "1",
+        "--repeats",
+        "2",
+        "--no-hf",
+    ]
     assert main([*base, *flags, "--json", str(path)]) == 0
     modes = json.loads(path.read_text())["modes"]
     assert list(modes) == ["plain", "chain", "tree", "tree[d3k2n6]"]
