@@ -214,9 +214,13 @@ class Eagle3Head(nn.Module):
             h = layer(h, cos, sin, ctx, query_rows if int(i) == last else None)
         return self.norm(h) if self.config.norm_output else h
 
+    def normed(self, h: Tensor) -> Tensor:
+        """What lm_head reads of a step's output [..., H]."""
+        return h if self.config.norm_output else self.norm(h)
+
     def logits(self, h: Tensor) -> Tensor:
         """Logits [..., Vd] of a step's output [..., H]."""
-        return self.lm_head(h if self.config.norm_output else self.norm(h))
+        return self.lm_head(self.normed(h))
 
     def to_target(self, draft_ids: Tensor) -> Tensor:
         """Target ids of draft ids, int64."""

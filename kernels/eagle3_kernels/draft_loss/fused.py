@@ -1,0 +1,52 @@
+"""Draft loss whose gradient is made in the forward pass, chunk by chunk: memory linear in R, never [R, Vd].
+
+With z = h W^T:   dz = softmax(z) - p      dh = dz W      dW = dz^T h
+"""
+
+import torch
+from torch import Tensor
+
+from eagle3_kernels.draft_loss.reference import DraftLoss
+
+CHUNK = 512
+
+
+def draft_loss(h: Tensor, weight: Tensor, teacher: Tensor, teacher_lse: Tensor) -> DraftLoss:
+    """See `draft_loss_reference`: same arguments, same result, differentiable in `h` and `weight`."""
+    return DraftLoss(*_DraftLoss.apply(h, weight, teacher, teacher_lse))
+
+
+class _DraftLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, h, weight, teacher, teacher_lse):
+        wants_grad = any(ctx.needs_input_grad[:2])
+        w = weight.to(h.dtype)
+        loss = torch.zeros((), dtype=torch.float32, device=h.device)
+        prediction = torch.empty(len(h), dtype=torch.int64, device=h.device)
+        alpha = torch.empty(len(h), dtype=torch.float32, device=h.device)
+        d_h = torch.empty_like(h) if wants_grad else None
+        d_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_grad else None
+        for start in range(0, len(h), CHUNK):
+            at = slice(start, start + CHUNK)
+            z = (h[at] @ w.T).float()
+            t = teacher[at].float()
+            prediction[at] = z.argmax(-1)
+            z_lse, t_lse = z.logsumexp(-1, keepdim=True), t.logsumexp(-1, keepdim=True)
+            p = (t - t_lse).exp_()
+            loss += (z_lse.sum() - (p * z).sum())
+            q = z.sub_(z_lse).exp_()
+            inside = (t_lse - teacher_lse[at, None]).exp_()
+            alpha[at] = torch.minimum(p * inside, q).sum(-1)
+            if wants_grad:
+                d_z = q.sub_(p).to(h.dtype)
+                d_h[at] = d_z @ w
+                d_weight += d_z.T @ h[at]
+        ctx.save_for_backward(d_h, d_weight)
+        ctx.weight_dtype = weight.dtype
+        ctx.mark_non_differentiable(prediction, alpha)
+        return loss, prediction, alpha
+
+    @staticmethod
+    def backward(ctx, grad, _prediction, _alpha):
+        d_h, d_weight = ctx.saved_tensors
+        return d_h * grad.to(d_h.dtype), (d_weight * grad).to(ctx.weight_dtype), None, None

@@ -1,0 +1,140 @@
+"""The trainer's settings: one default, in one place. YAML keys and dotted flags are these names."""
+
+from dataclasses import dataclass, field
+
+from eagle3.config import HeadOptions
+from eagle3.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where the chats come from.
+
+    Args:
+        files: JSONL (or .jsonl.gz) of `messages`.
+        max_length: tokens of a row; longer ones are cut.
+        eval_rows: rows held out for the simulated tau (greedy replies only).
+    """
+
+    files: tuple[str, ...] = ()
+    max_length: int = 512
+    eval_rows: int = 64
+
+    def __post_init__(self):
+        object.__setattr__(self, "files", tuple(self.files))
+        _at_least("data.max_length", self.max_length, 3)
+        _at_least("data.eval_rows", self.eval_rows, 1)
+
+
+@dataclass(frozen=True)
+class TTTConfig:
+    """The rollout.
+
+    Args:
+        steps: TTT steps in training, and the depth of the simulated chain.
+        decay: weight of step k is decay^k.
+    """
+
+    steps: int = 4
+    decay: float = 0.8
+
+    def __post_init__(self):
+        _at_least("ttt.steps", self.steps, 1)
+        if not 0 < self.decay <= 1:
+            raise ConfigError(f"ttt.decay is {self.decay}; it must be in (0, 1]")
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW with linear warm-up and cosine decay.
+
+    Args:
+        lr: peak learning rate.
+        beta1: first-moment decay.
+        beta2: second-moment decay.
+        weight_decay: decoupled, on matrices only.
+        warmup_ratio: share of the steps that warm up.
+        final_ratio: learning rate at the end, as a share of the peak.
+        clip: largest gradient norm.
+    """
+
+    lr: float = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.95
+    weight_decay: float = 0.0
+    warmup_ratio: float = 0.03
+    final_ratio: float = 0.02
+    clip: float = 1.0
+
+    def __post_init__(self):
+        if self.lr <= 0 or self.clip <= 0 or self.weight_decay < 0:
+            raise ConfigError("optim.lr and optim.clip must be above 0, optim.weight_decay 0 or more")
+        if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1 and 0 <= self.warmup_ratio < 1):
+            raise ConfigError("optim.beta1, optim.beta2 and optim.warmup_ratio must be in [0, 1)")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Train an EAGLE-3 head for one target.
+
+    Args:
+        target: folder, hub id, or smollm2-135m-instruct (the embedded default).
+        output: folder of the run: best/, last/, checkpoints/, metrics.jsonl, run.json.
+        data: where the chats come from.
+        head: the head's architecture.
+        ttt: the rollout.
+        optim: the optimiser.
+        init_head: warm start from this head's folder (its architecture and vocabulary map are kept).
+        dtype: of the target: auto (its own), float32, bfloat16, float16.
+        device: cpu, cuda, ... ; auto lets accelerate choose.
+        autocast: dtype of the head's matrix products: bfloat16 or float32; weights are fp32 always.
+        rows_per_batch: chats per micro-batch and process.
+        accumulation: micro-batches per optimizer step.
+        max_steps: optimizer steps.
+        eval_every: steps between held-out evaluations.
+        save_every: steps between checkpoints.
+        log_every: steps between metrics records.
+        resume: auto (continue what `output` holds), never (refuse a folder that holds a run).
+        seed: of initialisation and data order.
+        threads: torch threads; None leaves torch's choice.
+        log_with: trackers through accelerate: wandb, tensorboard, trackio, mlflow.
+        project: the trackers' project name.
+    """
+
+    target: str = "smollm2-135m-instruct"
+    output: str = "runs/head"
+    data: DataConfig = field(default_factory=DataConfig)
+    head: HeadOptions = field(default_factory=HeadOptions)
+    ttt: TTTConfig = field(default_factory=TTTConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    init_head: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    autocast: str = "bfloat16"
+    rows_per_batch: int = 4
+    accumulation: int = 1
+    max_steps: int = 1000
+    eval_every: int = 100
+    save_every: int = 100
+    log_every: int = 10
+    resume: str = "auto"
+    seed: int = 0
+    threads: int | None = None
+    log_with: tuple[str, ...] = ()
+    project: str = "eagle3"
+
+    def __post_init__(self):
+        object.__setattr__(self, "log_with", tuple(self.log_with))
+        for name in ("rows_per_batch", "accumulation", "max_steps", "eval_every", "save_every", "log_every"):
+            _at_least(name, getattr(self, name), 1)
+        if self.threads is not None:
+            _at_least("threads", self.threads, 1)
+        if self.resume not in ("auto", "never"):
+            raise ConfigError(f"resume is {self.resume!r}; use auto or never")
+        if self.autocast not in ("bfloat16", "float32"):
+            raise ConfigError(f"autocast is {self.autocast!r}; use bfloat16 or float32")
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise ConfigError(f"{name} is {value}; it must be {least} or more")

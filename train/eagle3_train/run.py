@@ -1,0 +1,176 @@
+"""What surrounds the training loop: opening a run, loading its parts, evaluating, exporting. Knows no rollout."""
+
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from datasets import Dataset
+from torch import Tensor, nn
+
+from eagle3.capture import Capture
+from eagle3.checkpoint.reference import load_head, save_head
+from eagle3.errors import ConfigError, DataError
+from eagle3.heads.eagle3 import Eagle3Head, head_config
+from eagle3.target import Target
+from eagle3.vocab import build_vocab_map
+from eagle3_train.batches import PackedBatch, sequential_batches, supervised
+from eagle3_train.config import TrainConfig
+from eagle3_train.data import load_data, token_counts
+from eagle3_train.evaluate import Tally
+from eagle3_train.render import ChatRenderer
+from eagle3_train.state import RunState
+from eagle3_train.tracking import MetricsLog, RunRecord, Trackers, write_json
+from eagle3_train.ttt import TTTRollout, counted_rows, prepare_batch
+
+
+@dataclass
+class Parts:
+    """Everything a run trains with."""
+
+    target: Target
+    head: Eagle3Head
+    capture: Capture
+    train_rows: Dataset
+    eval_rows: Dataset
+
+
+class Run:
+    """A run's folder, accelerator and records; only the main process writes."""
+
+    def __init__(self, config: TrainConfig):
+        self.config, self.folder = config, Path(config.output)
+        if self.folder.exists() and not self.folder.is_dir():
+            raise ConfigError(f"output {config.output!r} is a file; give a folder")
+        if config.resume == "never" and any(self.folder.glob("checkpoints/step-*")):
+            raise ConfigError(f"output {config.output!r} holds a run and resume is never; give another folder")
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        self.trackers = Trackers(config.log_with, self.folder / "tracking", config.project)
+        self.accelerator = Accelerator(
+            cpu=config.device == "cpu", log_with=self.trackers.names or None, project_dir=str(self.folder)
+        )
+        self.is_main = self.accelerator.is_main_process
+        self.metrics: MetricsLog | None = None
+        self.record: RunRecord | None = None
+        self._since = time.monotonic()
+
+    def note(self, text: str) -> None:
+        if self.is_main:
+            print(text, flush=True)
+
+    def start(self, state: RunState, details: dict[str, Any]) -> None:
+        """Open metrics.jsonl, run.json and the trackers, continuing them after a resume."""
+        resumed = state.step or None
+        self.trackers.start(self.accelerator, asdict(self.config), state.tracker or None)
+        state.tracker = self.trackers.state()
+        if self.is_main:
+            self.metrics = MetricsLog(self.folder / "metrics.jsonl", resumed)
+            self.record = RunRecord(self.folder / "run.json", self.config, {"seed": self.config.seed}, resumed)
+            self.record.update(**details)
+
+    def log(self, record: dict[str, Any]) -> None:
+        if self.metrics is not None:
+            self.metrics.write(record)
+        self.trackers.log(record)
+
+    def seconds(self) -> float:
+        """Since the last call."""
+        now = time.monotonic()
+        since, self._since = now - self._since, now
+        return since
+
+    def export(self, name: str, head: Eagle3Head, state: RunState) -> None:
+        """Write the head's folder, ready for the runtime, with the record of how it was made."""
+        if self.record is None:
+            return
+        folder = save_head(self.folder / name, head)
+        results = {"step": state.step, "tokens": state.tokens, "best_tau": state.best_tau, "best_step": state.best_step}
+        write_json(folder / "run.json", {**self.record.record, **results})
+
+    def finish(self, state: RunState) -> None:
+        if self.record is not None and self.metrics is not None:
+            self.record.finish(step=state.step, tokens=state.tokens, best_tau=state.best_tau, best_step=state.best_step)
+            self.metrics.close()
+        self.trackers.finish()
+        self.note(f"best held-out tau {state.best_tau:.3f} at step {state.best_step}: {self.folder / 'best'}")
+
+
+def load_parts(config: TrainConfig, run: Run) -> Parts:
+    """Load the target, render the chats, build or load the head.
+
+    Raises:
+        Eagle3Error: whatever the user got wrong about target, data or head.
+    """
+    if not config.data.files:
+        raise DataError("no data files given: set data.files to JSONL files of `messages`")
+    device = str(run.accelerator.device) if config.device == "auto" else config.device
+    target = Target.load(config.target, config.dtype, device)
+    if config.data.max_length > target.max_positions:
+        raise ConfigError(
+            f"data.max_length {config.data.max_length} exceeds the target's {target.max_positions} positions"
+        )
+    renderer = ChatRenderer(target.tokenizer, target.eos_ids)
+    train_rows, eval_rows, report = load_data(
+        config.data.files, renderer, config.data.max_length, eval_rows=config.data.eval_rows
+    )
+    run.note(str(report))
+    head = _load_head(config, target, train_rows)
+    longest = max(_longest(train_rows), _longest(eval_rows)) * config.rows_per_batch
+    capture = Capture(target, head.capture_layers, longest)
+    first = torch.tensor(train_rows[0]["input_ids"], device=target.device)
+    with torch.no_grad():
+        target.check_teacher(first, torch.arange(len(first), device=target.device))
+    return Parts(target, head, capture, train_rows, eval_rows)
+
+
+def _load_head(config: TrainConfig, target: Target, train_rows: Dataset) -> Eagle3Head:
+    """A fresh head with a map of the training data, or the one to start from with its own map. Weights are fp32."""
+    if config.init_head is not None:
+        head = load_head(config.init_head, target, torch.float32)
+        head.config = replace(head.config, trained_length=config.data.max_length, target_fingerprint=target.fingerprint)
+        return head.train().requires_grad_(True)
+    head_config(target, 1, config.head)  # a wrong architecture shows before the data is counted
+    counts = token_counts(train_rows, target.vocab_size)
+    size = config.head.draft_vocab_size or target.vocab_size
+    vocab_map = build_vocab_map(counts, size, target.eos_ids, target.usable_vocab)
+    head = Eagle3Head.for_target(target, vocab_map, config.head, config.seed)
+    head.config = replace(head.config, trained_length=config.data.max_length)
+    return head
+
+
+def _longest(rows: Dataset) -> int:
+    return max((len(ids) for ids in rows["input_ids"]), default=0)
+
+
+def normalisers(micro: list[PackedBatch], t2d: Tensor, steps: int, accelerator: Accelerator) -> Tensor:
+    """N_k of the whole optimizer step: fp32 [steps], counted from masks over micro-batches and ranks."""
+    counts = torch.zeros(steps, dtype=torch.float32, device=t2d.device)
+    for batch in micro:
+        rows = supervised(batch.span_ids, 0).nonzero().flatten()
+        counts += counted_rows(batch, rows, t2d, steps)[0].sum(1)
+    return accelerator.reduce(counts, reduction="sum")
+
+
+@torch.no_grad()
+def evaluate(parts: Parts, rollout: nn.Module, config: TrainConfig, accelerator: Accelerator, autocast) -> Tally:
+    """Simulated tau and rates over the held-out rows, shared among the ranks."""
+    inner = accelerator.unwrap_model(rollout)
+    assert isinstance(inner, TTTRollout)
+    steps = config.ttt.steps
+    tally = Tally(steps)
+    ones = torch.ones(steps, device=parts.target.device)
+    rank, world = accelerator.process_index, accelerator.num_processes
+    for batch in sequential_batches(parts.eval_rows, config.rows_per_batch, rank, world):
+        inputs = prepare_batch(parts.target, parts.head, parts.capture, batch.to(parts.target.device), steps)
+        with autocast:
+            output = inner(inputs, ones)
+        tally.add_rates(inputs, output)
+        tally.add_walk(inputs, output)
+    if world > 1:
+        everyone = gather_object([tally])
+        tally = Tally(steps).merge(everyone)
+    return tally

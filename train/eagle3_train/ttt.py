@@ -1,0 +1,180 @@
+"""Training-time test: the head's multi-step rollout over packed documents (EAGLE-3, section 3.2), left-shift form.
+
+Row t keeps the feature of position t. Step k feeds the embedding of x[t+1+k] and the row's previous output, at
+rotary position t+k, and learns the teacher's distribution at t+1+k, i.e. predicts x[t+2+k].
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from eagle3.attention import AttentionCall, DenseCausal
+from eagle3.capture import Capture
+from eagle3.heads.eagle3 import Eagle3Head
+from eagle3.target import Target
+from eagle3_kernels.draft_loss import draft_loss
+from eagle3_kernels.ttt_attention import ttt_attention
+from eagle3_train.batches import PackedBatch, shift_ids, supervised
+
+TEACHER_CHUNK = 256
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """The target's word on every supervised row (row r of `rows`: at packed position rows[r] + 1).
+
+    logits [R, Vd] at the draft vocabulary's tokens, in the target's dtype; lse fp32 [R] over the whole vocabulary;
+    argmax int64 [R], a target id; in_vocab bool [R]: whether the head could propose it.
+    """
+
+    logits: Tensor
+    lse: Tensor
+    argmax: Tensor
+    in_vocab: Tensor
+
+
+@dataclass(frozen=True)
+class TTTBatch:
+    """What one rollout needs, made from a packed batch without gradients.
+
+    features [T, F], embeds [T, H] (of the token itself), rows int64 [R]: rows supervised at step 0,
+    counted bool [steps, R]: what step k supervises, tokens int64 [steps, R]: x[t+2+k].
+    """
+
+    batch: PackedBatch
+    features: Tensor
+    embeds: Tensor
+    rows: Tensor
+    counted: Tensor
+    tokens: Tensor
+    teacher: Teacher
+
+
+@dataclass(frozen=True)
+class TTTOutput:
+    """loss: scalar; step_loss, step_alpha fp32 [steps]: sums over rows with a loss; prediction int64 [steps, R]:
+    the draft's argmax as a target id, -1 where the row has no loss; trained int64 [steps]: rows with a loss."""
+
+    loss: Tensor
+    step_loss: Tensor
+    step_alpha: Tensor
+    prediction: Tensor
+    trained: Tensor
+
+
+class TTTContext:
+    """The head's attention in training: step 0 lends keys to everyone, later steps only to their own row."""
+
+    def __init__(self, rows: Tensor, lengths: list[int]):
+        self.rows, self.lengths = rows, lengths
+        self._keys: dict[int, list[tuple[Tensor, Tensor]]] = {}
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        steps = self._keys.setdefault(call.layer, [])
+        steps.append((call.key, call.value))
+        (key, value), own = steps[0], steps[1:]
+        everyone = torch.arange(key.shape[1], device=key.device)
+        rows = self.rows if call.query.shape[1] == len(self.rows) else everyone
+        own_key = (
+            torch.stack([k for k, _ in own]) if own else call.key.new_empty(0, key.shape[0], len(rows), key.shape[2])
+        )
+        own_value = (
+            torch.stack([v for _, v in own])
+            if own
+            else call.value.new_empty(0, value.shape[0], len(rows), value.shape[2])
+        )
+        return ttt_attention(call.query, key, value, own_key, own_value, rows, self.lengths, call.scaling, call.window)
+
+
+class TTTRollout(nn.Module):
+    """All TTT steps in one forward: the module that frameworks wrap (DDP, FSDP, DeepSpeed)."""
+
+    def __init__(self, head: Eagle3Head, step_decay: float = 0.8):
+        super().__init__()
+        self.head, self.step_decay = head, step_decay
+
+    def forward(self, inputs: TTTBatch, normalisers: Tensor) -> TTTOutput:
+        """Roll the head out over `inputs.counted.shape[0]` steps.
+
+        Args:
+            normalisers: fp32 [steps], N_k of the whole optimizer step (all micro-batches, all ranks).
+        """
+        head, batch, teacher = self.head, inputs.batch, inputs.teacher
+        steps, rows = inputs.counted.shape[0], inputs.rows
+        ctx = TTTContext(rows, batch.lengths)
+        h, losses, alphas, trained = head.start(inputs.features), [], [], []
+        prediction = torch.full(inputs.tokens.shape, -1, dtype=torch.int64, device=rows.device)
+        for k in range(steps):
+            h = self._step(h, inputs, ctx, k)
+            # the teacher of row t at step k speaks at position t+k+1: the entry of row t+k, k further down
+            at = inputs.counted[k].nonzero().flatten()
+            at = at[teacher.in_vocab[at + k]]
+            result = draft_loss(head.normed(h[at]), head.lm_head.weight, teacher.logits[at + k], teacher.lse[at + k])
+            prediction[k, at] = head.to_target(result.prediction)
+            losses.append(result.loss)
+            alphas.append(result.alpha.sum())
+            trained.append(len(at))
+        step_loss = torch.stack(losses)
+        decay = self.step_decay ** torch.arange(steps, device=rows.device)
+        loss = (decay * step_loss / normalisers.clamp(min=1)).sum()
+        # every weight takes part on every rank, also where a micro-batch supervises nothing
+        loss = loss + 0.0 * sum(p.flatten()[0] for p in head.parameters())
+        return TTTOutput(loss, step_loss.detach(), torch.stack(alphas), prediction, torch.tensor(trained))
+
+    def _step(self, h: Tensor, inputs: TTTBatch, ctx: TTTContext, k: int) -> Tensor:
+        head, batch, rows = self.head, inputs.batch, inputs.rows
+        everyone = torch.arange(len(batch.ids), device=rows.device)
+        at = everyone if k == 0 else rows
+        # rows whose token lies past the packed row's end feed any embedding: nobody counts or attends to them
+        following = (at + 1 + k).clamp(max=len(batch.ids) - 1)
+        embeds = head.embed_tokens(batch.ids[following]) if head.config.owns_embedding else inputs.embeds[following]
+        return head.step(h, embeds, batch.positions[at] + k, ctx, rows if k == 0 else None)
+
+
+@torch.no_grad()
+def prepare_batch(target: Target, head: Eagle3Head, capture: Capture, batch: PackedBatch, steps: int) -> TTTBatch:
+    """Run the target once over a packed batch: features, embeddings and the teacher on supervised rows only."""
+    rows = supervised(batch.span_ids, 0).nonzero().flatten()
+    with capture.rows(len(batch.ids)):
+        hidden = target.hidden(batch.ids, batch.positions, DenseCausal(batch.lengths))
+    counted, tokens = counted_rows(batch, rows, head.t2d, steps)
+    return TTTBatch(
+        batch=batch,
+        features=capture.features.clone(),
+        embeds=target.embed(batch.ids),
+        rows=rows,
+        counted=counted,
+        tokens=tokens,
+        teacher=teach(target, head, hidden[rows + 1]),
+    )
+
+
+def counted_rows(batch: PackedBatch, rows: Tensor, t2d: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+    """Which of `rows` each step supervises, from masks alone: (counted bool [steps, R], tokens int64 [steps, R]).
+
+    Step k's row t counts iff root x[t+1] and predicted x[t+2+k] lie in one assistant span and all tokens drafted
+    before, x[t+2..t+1+k], are in the draft vocabulary (the head cannot have proposed them otherwise).
+    """
+    counted, tokens = [], []
+    reachable = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
+    for k in range(steps):
+        counted.append(supervised(batch.span_ids, k)[rows] & reachable)
+        tokens.append(shift_ids(batch, 2 + k)[0][rows])
+        reachable = reachable & t2d[tokens[-1]]
+    return torch.stack(counted), torch.stack(tokens)
+
+
+@torch.no_grad()
+def teach(target: Target, head: Eagle3Head, hidden: Tensor) -> Teacher:
+    """The teacher from last hidden states [R, H], in chunks: never [R, V] at once."""
+    ids = (torch.arange(head.draft_vocab_size, device=head.d2t.device) + head.d2t).to(hidden.device)
+    logits = hidden.new_empty(len(hidden), len(ids))
+    lse = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+    argmax = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
+    for start in range(0, len(hidden), TEACHER_CHUNK):
+        at = slice(start, start + TEACHER_CHUNK)
+        full = target.logits(hidden[at])
+        logits[at], argmax[at] = full[:, ids], full.argmax(-1)
+        lse[at] = full.float().logsumexp(-1)
+    return Teacher(logits, lse, argmax, head.t2d[argmax])
