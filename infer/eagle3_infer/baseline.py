@@ -11,8 +11,7 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from eagle3.target import Target
-from eagle3_infer.engine import Request, Result
-from eagle3_infer.report import STAGES
+from eagle3_infer.request import STAGES, Request, Result
 
 
 @contextmanager

@@ -12,10 +12,11 @@ from eagle3.errors import DataError
 from eagle3.heads.eagle3 import Eagle3Head
 from eagle3.target import Target
 from eagle3_infer.baseline import hf_decoder
-from eagle3_infer.engine import Engine, Request, Result
+from eagle3_infer.engine import Engine
 from eagle3_infer.memory import peak_bytes, reset_peak
 from eagle3_infer.prompts import Prompt, render
-from eagle3_infer.report import STAGES, ModeRun, Output
+from eagle3_infer.report import ModeRun, Output
+from eagle3_infer.request import STAGES, Request, Result
 from eagle3_infer.settings import HF, ModePlan, RunSettings
 
 WARM_UP_TOKENS = 16

@@ -122,9 +122,15 @@ def _add_sampling(group: Any) -> None:
     group.add_argument(
         "--top-p", type=float, default=default.top_p, metavar="P", help="1 is off (default: %(default)s)"
     )
-    group.add_argument("--seed", type=int, default=default.seed, metavar="S", help="of the sampling noise (default: %(default)s)")
     group.add_argument(
-        "--max-new-tokens", type=int, default=RunSettings.max_new_tokens, metavar="N", help="per reply (default: %(default)s)"
+        "--seed", type=int, default=default.seed, metavar="S", help="of the sampling noise (default: %(default)s)"
+    )
+    group.add_argument(
+        "--max-new-tokens",
+        type=int,
+        default=RunSettings.max_new_tokens,
+        metavar="N",
+        help="per reply (default: %(default)s)",
     )
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop string, may be repeated")
 

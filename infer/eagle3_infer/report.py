@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from eagle3_infer.request import STAGES
+
 SCHEMA = 1
-STAGES = ("prefill", "draft", "tree_build", "verify", "accept", "relocate", "other")
 CONTEXT_EDGES = (128, 256, 512, 1024, 2048, 4096, 8192)
 
 

@@ -7,7 +7,8 @@ import stat
 import pytest
 
 from eagle3_infer.compare import compare_modes, first_difference
-from eagle3_infer.report import STAGES, Divergence, ModeRun, Output, build_report, speedup, tau, write_json
+from eagle3_infer.report import Divergence, ModeRun, Output, build_report, speedup, tau, write_json
+from eagle3_infer.request import STAGES
 from eagle3_infer.table import align, render_report
 
 SCHEMA_MODE_KEYS = {
