@@ -127,7 +127,9 @@ def summarise_mode(mode: ModeRun, by_key: dict[str, list[Output]]) -> dict[str, 
     rates = mode.rates
     nodes = sum(o.nodes for o in outputs)
     conflicts, pairs = (sum(o.path_conflict[i] for o in outputs) for i in (0, 1))
-    accepted = _sum_levels(o.accepted_by_level for o in outputs)
+    offered = _sum_levels(o.offered_by_level for o in outputs)
+    # as many levels as were offered, also where the last ones were never accepted
+    accepted = _sum_levels([[0] * len(offered), *(o.accepted_by_level for o in outputs)])
     stages = {stage: sum(o.seconds.get(stage, 0.0) for o in outputs) for stage in STAGES}
     return {
         "settings": mode.settings,
@@ -141,7 +143,7 @@ def summarise_mode(mode: ModeRun, by_key: dict[str, list[Output]]) -> dict[str, 
         "speedup_vs_plain": speedup(outputs, by_key.get("plain", [])),
         "speedup_vs_hf": speedup(outputs, by_key.get("hf_generate", [])),
         "seconds_by_stage": stages,
-        "offered_by_level": _sum_levels(o.offered_by_level for o in outputs),
+        "offered_by_level": offered,
         "accepted_by_level": accepted,
         "nodes_per_round": _ratio(nodes, sum(o.rounds for o in outputs)),
         "utilisation": _ratio(sum(accepted), nodes),

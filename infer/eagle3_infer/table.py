@@ -5,6 +5,7 @@ from typing import Any
 
 REST = ("tree_build", "accept", "relocate", "other")
 HEADER = ("mode", "shape", "tokens", "tau", "tok/s", "vs plain", "vs HF", "prefill", "draft", "verify", "rest")
+SHOWN_DIVERGENCES = 12
 NAMES = {"hf_generate": "HF generate"}
 
 
@@ -102,22 +103,34 @@ def identity_lines(verify: dict[str, Any]) -> str:
     lines = []
     if same:
         counts = {p["compared"] for p in same}
-        span = f"{min(counts)}/{min(counts)}" if len(counts) == 1 else "all that both ran"
-        lines.append(f"outputs: {', '.join(f'{_pair(p)}' for p in same)} ({span} replies)")
+        span = f"{min(counts)}/{min(counts)} replies" if len(counts) == 1 else "all replies that both gave"
+        lines.append(f"outputs: {', '.join(map(_pair, same))} ({span})")
     for pair in pairs:
         if pair not in same:
             left, right = _name(pair["mode"]), _name(pair["reference"])
             lines.append(f"outputs: {left} == {right} in {pair['identical']}/{pair['compared']} replies")
-    lines += [_divergence_line(d) for kind in ("bugs", "numeric", "unclassified") for d in verify[kind]]
+    lines += _divergence_lines(verify, {(p["mode"], p["reference"]) for p in pairs})
     if verify["unclassified"]:
         lines.append("  --verify tells rounding from a bug; --dtype float32 makes the comparison exact")
     return "\n".join(lines)
 
 
 def _telling_pairs(pairs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without those that follow: X == plain and plain == HF say X == HF."""
-    same = {p["mode"] for p in pairs if p["reference"] == "plain" and p["identical"] == p["compared"]}
-    return [p for p in pairs if p["reference"] == "plain" or p["mode"] not in same]
+    """Without those that follow from two others: of X == plain, plain == HF and X == HF, two are enough."""
+    same = {(p["mode"], p["reference"]) for p in pairs if p["identical"] == p["compared"]}
+    told = [p for p in pairs if "plain" in (p["mode"], p["reference"])]
+    if ("plain", "hf_generate") in same:
+        return told
+    return told + [p for p in pairs if p not in told and (p["mode"], "plain") not in same]
+
+
+def _divergence_lines(verify: dict[str, Any], pairs: set[tuple[str, str]]) -> list[str]:
+    rows = [row for kind in ("bugs", "numeric", "unclassified") for row in verify[kind]]
+    rows = [row for row in rows if (row["mode"], row["reference"]) in pairs]
+    lines = [_divergence_line(row) for row in rows[:SHOWN_DIVERGENCES]]
+    if len(rows) > len(lines):
+        lines.append(f"  ... and {len(rows) - len(lines)} more; --json lists all")
+    return lines
 
 
 def _pair(pair: dict[str, Any]) -> str:

@@ -169,12 +169,17 @@ def test_no_template_is_said_once(tmp_path, prompts_file, capsys):
 def test_stop_string_ends_every_mode_alike(base, tmp_path, capsys):
     path = tmp_path / "report.json"
     assert main([*base, "--json", str(path)]) == 0
-    text = json.loads(path.read_text())["outputs"][0]["text"]
-    stop = next(c for c in text[3:] if c.isascii() and c.isprintable() and c not in text[:3])
+    plain = [row for row in json.loads(path.read_text())["outputs"] if row["mode"] == "plain"]
+    place, stop = next(
+        ((row["id"], row["turn"]), char)
+        for row in plain
+        for char in row["text"][2:]
+        if char.isascii() and char.isprintable() and char not in row["text"][:2]
+    )
     assert main([*base, "--stop", stop, "--json", str(path)]) == 0
     report = json.loads(path.read_text())
     assert report["verify"]["identical"] == report["verify"]["compared"] > 0
-    firsts = [row for row in report["outputs"] if (row["id"], row["turn"]) == ("1", 0)]
+    firsts = [row for row in report["outputs"] if (row["id"], row["turn"]) == place]
     assert {row["finish_reason"] for row in firsts} == {"stop"}
 
 
@@ -207,7 +212,7 @@ class Wrong(bench_module.Engine):
 
     def generate_one(self, request):
         result = super().generate_one(request)
-        if self.tree is not None and len(result.token_ids) > 2:
+        if self.drafter is not None and len(result.token_ids) > 2:
             result.token_ids[2] = (result.token_ids[2] + 1) % 250
         return result
 

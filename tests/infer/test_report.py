@@ -210,3 +210,22 @@ def test_the_file_is_written_whole_and_readable(tmp_path, report):
 def test_tau_is_pooled():
     """A mean of per-prompt ratios would give (1 + 3) / 2."""
     assert tau([output("t", [1] * 3), output("t", [3], id="b")]) == 6 / 4
+
+
+def test_a_level_that_was_never_accepted_is_a_zero():
+    run = mode_run("tree", [output("tree", [1, 1], offered_by_level=[4, 8], accepted_by_level=[])], TREE)
+    report = build_report({}, [run], compare_modes([run], None, True))
+    assert report["modes"]["tree"]["accepted_by_level"] == [0, 0]
+    assert "0.00 0.00" in render_report(report)
+
+
+def test_divergences_are_listed_once_and_not_without_end():
+    """With plain == HF, what parts from plain parts from HF too: said once; the file has all of it."""
+    right = [output("plain", [1], id=str(i)) for i in range(20)]
+    wrong = [output("tree", [2], id=str(i)) for i in range(20)]
+    hf = [output("hf_generate", [1], id=str(i)) for i in range(20)]
+    modes = [mode_run("plain", right), mode_run("tree", wrong, TREE), mode_run("hf_generate", hf)]
+    report = build_report({}, modes, compare_modes(modes, None, True))
+    assert len(report["verify"]["unclassified"]) == 40
+    text = render_report(report)
+    assert text.count("differs: ") == 12 and "and 8 more" in text and "tree against HF" not in text
