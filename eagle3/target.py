@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eagle3.attention import SEAM, AttentionContext, DenseCausal, attending, register_seam
@@ -104,9 +105,17 @@ class Target:
             output = self._decoder(input_ids=ids[None], position_ids=positions[None], use_cache=False, ctx=ctx)
         return output.last_hidden_state[0]
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [..., V] of last hidden states [..., H], scaled and soft-capped as the model does."""
-        logits = self.lm_head(hidden)
+    def logits(self, hidden: Tensor, ids: Tensor | None = None) -> Tensor:
+        """Logits [..., V] of last hidden states [..., H], scaled and soft-capped as the model does.
+
+        Args:
+            ids: int64 [n]: of these tokens only -> [..., n].
+        """
+        if ids is None:
+            logits = self.lm_head(hidden)
+        else:
+            bias = self.lm_head.bias
+            logits = F.linear(hidden, self.lm_head.weight[ids], None if bias is None else bias[ids])
         for rule in self._logit_rules:
             logits = rule(logits)
         return logits

@@ -42,7 +42,7 @@ def _train(config: TrainConfig) -> None:
     from eagle3_train.progress import Progress
     from eagle3_train.run import Run, evaluate, load_parts, normalisers
     from eagle3_train.state import Checkpoints, RunState
-    from eagle3_train.ttt import TTTRollout, prepare_batch
+    from eagle3_train.ttt import TTTRollout
 
     run = Run(config)
     accelerator, steps = run.accelerator, config.ttt.steps
@@ -67,7 +67,7 @@ def _train(config: TrainConfig) -> None:
         micro = [batches.batch(first + i).to(target.device) for i in range(config.accumulation)]
         counts = normalisers(micro, head.t2d, steps, accelerator)
         for i, batch in enumerate(micro):
-            inputs = prepare_batch(target, head, parts.capture, batch, steps)
+            inputs = parts.features.prepare(batch, steps)
             with accelerator.no_sync(rollout) if i < len(micro) - 1 else nullcontext():
                 with autocast:
                     output = rollout(inputs, counts)

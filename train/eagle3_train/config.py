@@ -88,6 +88,7 @@ class TrainConfig:
         dtype: of the target: auto (its own), float32, bfloat16, float16.
         device: cpu, cuda, ... ; auto lets accelerate choose.
         autocast: dtype of the head's matrix products: bfloat16 or float32; weights are fp32 always.
+        keep_features: keep the target's features in memory after the first epoch (RAM for speed).
         rows_per_batch: chats per micro-batch and process.
         accumulation: micro-batches per optimizer step.
         max_steps: optimizer steps.
@@ -111,6 +112,7 @@ class TrainConfig:
     dtype: str = "auto"
     device: str = "auto"
     autocast: str = "bfloat16"
+    keep_features: bool = False
     rows_per_batch: int = 4
     accumulation: int = 1
     max_steps: int = 1000

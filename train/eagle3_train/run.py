@@ -11,7 +11,6 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import Tensor, nn
 
-from eagle3.capture import Capture
 from eagle3.checkpoint.reference import load_head, save_head
 from eagle3.errors import ConfigError, DataError
 from eagle3.heads.eagle3 import Eagle3Head, head_config
@@ -21,10 +20,11 @@ from eagle3_train.batches import PackedBatch, sequential_batches, supervised
 from eagle3_train.config import TrainConfig
 from eagle3_train.data import load_data, token_counts
 from eagle3_train.evaluate import Tally
+from eagle3_train.features import Features, check_memory
 from eagle3_train.render import ChatRenderer
 from eagle3_train.state import RunState
 from eagle3_train.tracking import MetricsLog, RunRecord, Trackers, write_json
-from eagle3_train.ttt import TTTRollout, counted_rows, prepare_batch
+from eagle3_train.ttt import TTTRollout, counted_rows
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Parts:
 
     target: Target
     head: Eagle3Head
-    capture: Capture
+    features: Features
     train_rows: Dataset
     eval_rows: Dataset
 
@@ -120,11 +120,14 @@ def load_parts(config: TrainConfig, run: Run) -> Parts:
     run.note(str(report))
     head = _load_head(config, target, train_rows)
     longest = max(_longest(train_rows), _longest(eval_rows)) * config.rows_per_batch
-    capture = Capture(target, head.capture_layers, longest)
+    if config.keep_features:
+        needed = check_memory(report.tokens, report.supervised_tokens, target, len(head.capture_layers))
+        run.note(f"keeping features in memory: {needed / 2**30:.1f} GiB after the first epoch")
+    features = Features(target, head, longest, config.keep_features)
     first = torch.tensor(train_rows[0]["input_ids"], device=target.device)
     with torch.no_grad():
         target.check_teacher(first, torch.arange(len(first), device=target.device))
-    return Parts(target, head, capture, train_rows, eval_rows)
+    return Parts(target, head, features, train_rows, eval_rows)
 
 
 def _load_head(config: TrainConfig, target: Target, train_rows: Dataset) -> Eagle3Head:
@@ -165,7 +168,7 @@ def evaluate(parts: Parts, rollout: nn.Module, config: TrainConfig, accelerator:
     ones = torch.ones(steps, device=parts.target.device)
     rank, world = accelerator.process_index, accelerator.num_processes
     for batch in sequential_batches(parts.eval_rows, config.rows_per_batch, rank, world):
-        inputs = prepare_batch(parts.target, parts.head, parts.capture, batch.to(parts.target.device), steps)
+        inputs = parts.features.prepare(batch.to(parts.target.device), steps)
         with autocast:
             output = inner(inputs, ones)
         tally.add_rates(inputs, output)

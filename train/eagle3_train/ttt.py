@@ -9,15 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from eagle3.attention import AttentionCall, DenseCausal
-from eagle3.capture import Capture
+from eagle3.attention import AttentionCall
 from eagle3.heads.eagle3 import Eagle3Head
-from eagle3.target import Target
 from eagle3_kernels.draft_loss import draft_loss
 from eagle3_kernels.ttt_attention import ttt_attention
 from eagle3_train.batches import PackedBatch, shift_ids, supervised
-
-TEACHER_CHUNK = 256
 
 
 @dataclass(frozen=True)
@@ -132,24 +128,6 @@ class TTTRollout(nn.Module):
         return head.step(h, embeds, batch.positions[at] + k, ctx, rows if k == 0 else None)
 
 
-@torch.no_grad()
-def prepare_batch(target: Target, head: Eagle3Head, capture: Capture, batch: PackedBatch, steps: int) -> TTTBatch:
-    """Run the target once over a packed batch: features, embeddings and the teacher on supervised rows only."""
-    rows = supervised(batch.span_ids, 0).nonzero().flatten()
-    with capture.rows(len(batch.ids)):
-        hidden = target.hidden(batch.ids, batch.positions, DenseCausal(batch.lengths))
-    counted, tokens = counted_rows(batch, rows, head.t2d, steps)
-    return TTTBatch(
-        batch=batch,
-        features=capture.features.clone(),
-        embeds=target.embed(batch.ids),
-        rows=rows,
-        counted=counted,
-        tokens=tokens,
-        teacher=teach(target, head, hidden[rows + 1]),
-    )
-
-
 def counted_rows(batch: PackedBatch, rows: Tensor, t2d: Tensor, steps: int) -> tuple[Tensor, Tensor]:
     """Which of `rows` each step supervises, from masks alone: (counted bool [steps, R], tokens int64 [steps, R]).
 
@@ -163,18 +141,3 @@ def counted_rows(batch: PackedBatch, rows: Tensor, t2d: Tensor, steps: int) -> t
         tokens.append(shift_ids(batch, 2 + k)[0][rows])
         reachable = reachable & t2d[tokens[-1]]
     return torch.stack(counted), torch.stack(tokens)
-
-
-@torch.no_grad()
-def teach(target: Target, head: Eagle3Head, hidden: Tensor) -> Teacher:
-    """The teacher from last hidden states [R, H], in chunks: never [R, V] at once."""
-    ids = (torch.arange(head.draft_vocab_size, device=head.d2t.device) + head.d2t).to(hidden.device)
-    logits = hidden.new_empty(len(hidden), len(ids))
-    lse = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-    argmax = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
-    for start in range(0, len(hidden), TEACHER_CHUNK):
-        at = slice(start, start + TEACHER_CHUNK)
-        full = target.logits(hidden[at])
-        logits[at], argmax[at] = full[:, ids], full.argmax(-1)
-        lse[at] = full.float().logsumexp(-1)
-    return Teacher(logits, lse, argmax, head.t2d[argmax])
