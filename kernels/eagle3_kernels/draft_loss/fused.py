@@ -13,13 +13,14 @@ CHUNK = 512
 
 def draft_loss(h: Tensor, weight: Tensor, teacher: Tensor, teacher_lse: Tensor) -> DraftLoss:
     """See `draft_loss_reference`: same arguments, same result, differentiable in `h` and `weight`."""
-    return DraftLoss(*_DraftLoss.apply(h, weight, teacher, teacher_lse))
+    return DraftLoss(*_DraftLoss.apply(h, weight, teacher, teacher_lse, torch.is_grad_enabled()))
 
 
 class _DraftLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, h, weight, teacher, teacher_lse):
-        wants_grad = any(ctx.needs_input_grad[:2])
+    def forward(ctx, h, weight, teacher, teacher_lse, grad_enabled):
+        # needs_input_grad alone is true inside no_grad too
+        wants_grad = grad_enabled and any(ctx.needs_input_grad[:2])
         w = weight.to(h.dtype)
         loss = torch.zeros((), dtype=torch.float32, device=h.device)
         prediction = torch.empty(len(h), dtype=torch.int64, device=h.device)
@@ -49,4 +50,4 @@ class _DraftLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, _prediction, _alpha):
         d_h, d_weight = ctx.saved_tensors
-        return d_h * grad.to(d_h.dtype), (d_weight * grad).to(ctx.weight_dtype), None, None
+        return (d_h.float() * grad).to(d_h.dtype), (d_weight * grad).to(ctx.weight_dtype), None, None, None
