@@ -1,0 +1,92 @@
+"""The engine's settings: tree, sampling, pools. Imports no torch, so that `--help` answers at once."""
+
+from dataclasses import dataclass
+
+from eagle3.errors import ConfigError
+
+KERNELS = ("auto", "torch")
+
+
+@dataclass(frozen=True)
+class TreeConfig:
+    """Shape of the draft tree.
+
+    Args:
+        depth: levels below the root.
+        top_k: children kept per node and nodes expanded per level; 1 makes a chain.
+        nodes: draft nodes verified per round, root excluded.
+    """
+
+    depth: int = 4
+    top_k: int = 4
+    nodes: int = 16
+
+    def __post_init__(self):
+        for name in ("depth", "top_k"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"tree {name} is {getattr(self, name)}; it must be 1 or more")
+        if not self.depth <= self.nodes <= self.candidates:
+            raise ConfigError(
+                f"tree nodes is {self.nodes}; with depth {self.depth} and top_k {self.top_k} it must be between "
+                f"{self.depth} (the depth) and {self.candidates} (top_k + top_k^2 * (depth - 1))"
+            )
+
+    @property
+    def candidates(self) -> int:
+        """Nodes that drafting can offer."""
+        return self.top_k + self.top_k**2 * (self.depth - 1)
+
+    @classmethod
+    def chain(cls, depth: int) -> "TreeConfig":
+        """One child per node, `depth` levels."""
+        return cls(depth=depth, top_k=1, nodes=depth)
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How a request draws its tokens.
+
+    Args:
+        temperature: 0 = greedy.
+        top_k: keep the k most likely tokens; 0 = all.
+        top_p: keep the most likely tokens that reach this mass; 1 = all.
+        seed: the run's seed; noise also depends on the request's prompt id, turn and sample.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self):
+        if not 0 <= self.temperature < float("inf"):
+            raise ConfigError(f"temperature is {self.temperature}; it must be 0 (greedy) or a positive number")
+        if self.top_k < 0:
+            raise ConfigError(f"top_k is {self.top_k}; it must be 0 (off) or more")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p is {self.top_p}; it must be above 0 and at most 1 (off)")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What the engine allocates.
+
+    Args:
+        slots: requests that run at once.
+        page_size: K/V rows per page.
+        max_tokens: K/V rows that one request may take; None = what the largest request needs.
+        kernels: auto or torch (the references).
+    """
+
+    slots: int = 1
+    page_size: int = 64
+    max_tokens: int | None = None
+    kernels: str = "auto"
+
+    def __post_init__(self):
+        for name in ("slots", "page_size", "max_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be 1 or more")
+        if self.kernels not in KERNELS:
+            raise ConfigError(f"kernels is {self.kernels!r}; it must be one of {', '.join(KERNELS)}")

@@ -1,0 +1,129 @@
+"""The head's side of a round: one step over newly committed tokens, then level by level down to a tree.
+
+Knows features, tokens and positions; what is accepted is decided elsewhere. Row i of the head pairs the feature of
+position i with token i + 1 and has position i, so the first drafted level runs at the root's position.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from eagle3.heads.eagle3 import Eagle3Head
+from eagle3.target import Target
+from eagle3_infer.config import TreeConfig
+from eagle3_infer.kv import Block, KVPool, PagedContext
+from eagle3_kernels.build_tree import build_tree
+from eagle3_kernels.expand_level import expand_level, grow_mask
+from eagle3_kernels.structures import Level, Tree
+
+
+@dataclass(frozen=True)
+class Committed:
+    """What one step of the target added, sequence after sequence.
+
+    Args:
+        features: of the committed positions [T, F].
+        tokens: the token after each position [T]; a sequence's last one is its new root.
+        counts: rows per sequence.
+        slots: of each sequence.
+        before: K/V rows of each sequence before these.
+        levels: draft levels that are of use to each sequence.
+    """
+
+    features: Tensor
+    tokens: Tensor
+    counts: list[int]
+    slots: list[int]
+    before: list[int]
+    levels: list[int]
+
+    @property
+    def after(self) -> list[int]:
+        return [length + count for length, count in zip(self.before, self.counts, strict=True)]
+
+
+class Drafter:
+    """Drafts a tree below every root with the head; its K/V pool holds true features up to the roots."""
+
+    def __init__(self, target: Target, head: Eagle3Head, tree: TreeConfig):
+        self.target, self.head, self.tree = target, head, tree
+
+    def draft(self, pool: KVPool, committed: Committed, build_timer: AbstractContextManager) -> Tree:
+        """First step over the committed rows, levels, tree."""
+        depth = min(self.tree.depth, max(committed.levels))
+        h = self._first_step(pool, committed)
+        roots = committed.tokens[[end - 1 for end in accumulate(committed.counts)]]
+        if depth < 1:
+            with build_timer:
+                return Tree.bare(roots)
+        levels = self._levels(pool, committed, h[:, None], depth)
+        with build_timer:
+            limits = torch.tensor(committed.levels, device=roots.device)
+            tree = build_tree(roots, levels, self.tree.nodes, limits if min(committed.levels) < depth else None)
+        if tree.scores.isnan().any():
+            dtype = str(h.dtype).removeprefix("torch.")
+            raise FloatingPointError(f"the head's logits are not finite in {dtype}; try bfloat16 or float32")
+        return tree
+
+    def _first_step(self, pool: KVPool, committed: Committed) -> Tensor:
+        """Overwrite the head's K/V of committed rows with true features; h [B, H] of each last row."""
+        device = committed.tokens.device
+        positions = [torch.arange(a, b, device=device) for a, b in zip(committed.before, committed.after, strict=True)]
+        blocks = [
+            Block(pool.view([slot], [before], (row - before)[None], queries=1), len(row))
+            for slot, before, row in zip(committed.slots, committed.before, positions, strict=True)
+        ]
+        return self.head.step(
+            self.head.start(committed.features),
+            self.head.embed(committed.tokens, self.target),
+            torch.cat(positions),
+            PagedContext(pool, blocks),
+            query_rows=torch.tensor([end - 1 for end in accumulate(committed.counts)], device=device),
+        )
+
+    def _levels(self, pool: KVPool, committed: Committed, h: Tensor, depth: int) -> list[Level]:
+        """Candidates of levels 1 .. depth; each frontier runs once, over its ancestors only. h [B, 1, H]."""
+        frontier = _Frontier(pool, committed.slots, committed.after)
+        level = self._expand(h, torch.zeros(h.shape[:2], device=h.device))
+        levels = [level]
+        while len(levels) < depth:
+            parents = level.frontier_parents.unsqueeze(-1).expand(-1, -1, h.shape[-1])
+            h = self._run(frontier, h.gather(1, parents), level)
+            level = self._expand(h, level.frontier_scores)
+            levels.append(level)
+        return levels
+
+    def _expand(self, h: Tensor, scores: Tensor) -> Level:
+        log_q = self.head.logits(h).float().log_softmax(-1)
+        level = expand_level(log_q, scores, self.tree.top_k)
+        return level._replace(tokens=self.head.to_target(level.tokens))
+
+    def _run(self, frontier: "_Frontier", h: Tensor, level: Level) -> Tensor:
+        """One head step over a level's frontier [B, M, H]."""
+        positions, ctx = frontier.extend(level.frontier_parents)
+        embeds = self.head.embed(level.frontier_tokens.flatten(), self.target)
+        return self.head.step(h.flatten(0, 1), embeds, positions, ctx).unflatten(0, h.shape[:2])
+
+
+class _Frontier:
+    """The drafted rows behind the committed ones in the head's pool: appended level by level, never re-run."""
+
+    def __init__(self, pool: KVPool, slots: Sequence[int], lens: Sequence[int]):
+        self.pool, self.slots, self.lens = pool, slots, lens
+        self.levels: list[int] = []
+        self.mask: Tensor | None = None
+
+    def extend(self, parents: Tensor) -> tuple[Tensor, PagedContext]:
+        """Positions [B * M] and context of the next level, given its nodes' parents [B, M]."""
+        slots, width = parents.shape
+        depth = self.levels[-1] + 1 if self.levels else 0
+        self.mask = grow_mask(self.mask, parents, len(self.levels))
+        self.levels += [depth] * width
+        levels = torch.tensor(self.levels, device=parents.device).expand(slots, -1)
+        view = self.pool.view(self.slots, self.lens, levels, self.mask, queries=width)
+        positions = (view.lens.long() + depth).repeat_interleave(width)
+        return positions, PagedContext(self.pool, [Block(view, width)])

@@ -1,0 +1,65 @@
+"""What a user asks of the engine and what comes back. Imports no torch."""
+
+from dataclasses import dataclass, field
+
+from eagle3.errors import ConfigError
+from eagle3_infer.config import SamplingConfig
+
+STAGES = ("prefill", "draft", "tree_build", "verify", "accept", "relocate", "other")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt to continue.
+
+    Args:
+        prompt_ids: target ids, at least one.
+        stop: strings that end the output; the token that completes one is kept.
+        prompt_id, turn, sample: with the run's seed they key the noise.
+        eos_ids: ids that end the output; None = the target's.
+        forced: tokens that the target is made to emit first (replays of a known output).
+    """
+
+    prompt_ids: list[int]
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    max_new_tokens: int = 128
+    stop: tuple[str, ...] = ()
+    prompt_id: int = 0
+    turn: int = 0
+    sample: int = 0
+    eos_ids: tuple[int, ...] | None = None
+    forced: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        if not self.prompt_ids:
+            raise ConfigError(f"prompt {self.prompt_id} is empty; it needs at least one token")
+        if self.max_new_tokens < 1:
+            raise ConfigError(f"max_new_tokens is {self.max_new_tokens}; it must be 1 or more")
+        if isinstance(self.stop, str) or not all(self.stop):
+            raise ConfigError(f"stop is {self.stop!r}; it must be a sequence of strings that are not empty")
+
+
+@dataclass(frozen=True)
+class Result:
+    """One finished request; 1 + sum(run_lengths) == len(token_ids).
+
+    Args:
+        token_ids: emitted tokens, up to and including the EOS or the token that completes a stop string.
+        finish_reason: eos, stop or length.
+        run_lengths: tokens emitted per round, after trimming at the stop.
+        offered_by_level, accepted_by_level: draft nodes verified and accepted per level, before trimming.
+        nodes: draft nodes verified.
+        path_conflict: leaf pairs that part at level 1, and all leaf pairs.
+        seconds: this request's share of each stage.
+    """
+
+    token_ids: list[int]
+    finish_reason: str
+    prompt_tokens: int
+    rounds: int
+    run_lengths: list[int]
+    offered_by_level: list[int]
+    accepted_by_level: list[int]
+    nodes: int
+    path_conflict: tuple[int, int]
+    seconds: dict[str, float]

@@ -1,0 +1,39 @@
+"""A request's draw of the target's token: its parameters, its seed, and the replayed tokens before them."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from eagle3_infer.request import Request
+from eagle3_kernels.sample_nodes import request_seed, sample_node
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Draws by the match rule: a function of logits, request and absolute position alone."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    forced: tuple[int, ...]
+    prompt_length: int
+
+    @classmethod
+    def of(cls, request: Request) -> "Sampler":
+        s = request.sampling
+        seed = request_seed(s.seed, request.prompt_id, request.turn, request.sample)
+        return cls(s.temperature, s.top_k, s.top_p, seed, request.forced, len(request.prompt_ids))
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    def forced_token(self, position: int) -> int | None:
+        """The token that a replay prescribes at an absolute position, if any."""
+        index = position - self.prompt_length
+        return self.forced[index] if index < len(self.forced) else None
+
+    def draw(self, logits: Tensor, position: int) -> int:
+        """The token at `position` from its logits [V]."""
+        return sample_node(logits, self.temperature, self.top_k, self.top_p, self.seed, position)
