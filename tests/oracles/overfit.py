@@ -8,7 +8,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from oracles.tiny import tiny_target
 
 from eagle3.config import HeadOptions
 from eagle3.heads.eagle3 import Eagle3Head
@@ -18,6 +17,7 @@ from eagle3_train.batches import PackedBatch, pack
 from eagle3_train.evaluate import Tally
 from eagle3_train.features import Features
 from eagle3_train.ttt import TTTBatch, TTTOutput, TTTRollout
+from oracles.tiny import tiny_target
 
 
 @dataclass(frozen=True)
