@@ -176,7 +176,7 @@ class Bench:
             offered_by_level=list(result.offered_by_level),
             accepted_by_level=list(result.accepted_by_level),
             nodes=result.nodes,
-            path_conflict=tuple(result.path_conflict),
+            path_conflict=result.path_conflict,
             seconds=seconds,
         )
 

@@ -1,8 +1,64 @@
-"""Why two modes parted: every divergence replayed in fp32 through `verify.py`."""
+"""Why two modes of a bench part: each divergence decided again in fp32 (`verify.Replay`), then judged.
+
+Rounding explains a divergence only if every way of decoding agrees in fp32, and only if the tokens were so close
+that rounding can swap them. Anything else is a bug.
+"""
+
+import torch
 
 from eagle3.target import Target
 from eagle3_infer.bench import Bench
 from eagle3_infer.compare import Explain
+from eagle3_infer.report import Divergence, Output
+from eagle3_infer.request import Request
+from eagle3_infer.settings import HF
+from eagle3_infer.verify import Divergence as Replayed
+from eagle3_infer.verify import Replay
+
+# a lead in logits that no change of the row count can undo, far above what was ever seen (bf16: about 0.3)
+LARGEST_GAP = {torch.float32: 1e-3, torch.float16: 1.0, torch.bfloat16: 4.0}
 
 
-def replay_explainer(target: Target, bench: Bench) -> Explain: ...
+def replay_explainer(target: Target, bench: Bench) -> Explain:
+    """A classifier of divergences for `compare_modes`."""
+    replay = Replay(target, bench.head)
+    trees = {plan.key: plan.tree for plan in bench.plans}
+    # where plain and HF agree, leaving one is leaving the other
+    known: dict[tuple, Replayed | None] = {}
+    requests = {(turn.prompt.id, turn.turn): turn.request for turn in bench.turns}
+
+    def explain(output: Output, reference: Output, position: int) -> Divergence:
+        request = requests[output.place]
+        bench.progress.show(f"replaying {output.mode} against {reference.mode}, prompt {output.id}")
+        key = (output.place, output.mode, *reference.token_ids)
+        if key not in known:
+            known[key] = replay.explain(request, reference.token_ids, output.token_ids, trees[output.mode])
+        found = known[key]
+        assert found is not None and found.position == position
+        kind, detail = found.kind, ""
+        if found.gap is None:
+            detail = "one of them ended here: a stop rule"
+        elif kind == "bug":
+            detail = f"fp32 decides {found.exact_plain} plainly and {found.exact_tree} through the drafts"
+        elif found.gap > largest_gap(target, request):
+            kind, detail = "bug", "fp32 agrees, but no rounding undoes such a lead"
+        elif reference.mode == HF:
+            prefix = [*request.prompt_ids, *reference.token_ids[:position]]
+            stock = stock_decision(replay._exact_models()[0], prefix)
+            if stock != found.exact_plain:
+                kind, detail = "bug", f"fp32 decides {found.exact_plain} here and {stock} in transformers"
+        return Divergence(output.id, output.turn, output.mode, reference.mode, position, kind, found.gap, detail)
+
+    return explain
+
+
+def largest_gap(target: Target, request: Request) -> float:
+    """The temperature divides logits, and so widens the gaps that rounding makes."""
+    return LARGEST_GAP[target.dtype] / (request.sampling.temperature or 1.0)
+
+
+def stock_decision(target: Target, ids: list[int]) -> int:
+    """The greedy token after `ids` by transformers' own attention."""
+    with target.stock() as model:
+        row = torch.tensor([ids], device=target.device)
+        return int(model(input_ids=row, use_cache=False).logits[0, -1].argmax())

@@ -72,6 +72,8 @@ def compare(settings: RunSettings, target: Target, bench: Bench) -> Comparison:
         # the replays are slow; without them the measurements still stand
         bench.interrupted = True
         return compare_modes(bench.modes, None, with_hf)
+    finally:
+        bench.progress.clear()
 
 
 def prompts_path(settings: RunSettings) -> Path:

@@ -16,6 +16,8 @@ from eagle3.checkpoint.reference import save_head
 from eagle3.errors import ConfigError
 from eagle3.target import Target
 from eagle3_infer import bench as bench_module
+from eagle3_infer import explain as explain_module
+from eagle3_infer import verify as verify_module
 from eagle3_infer.cli import main, parse_settings
 from eagle3_infer.models import random_head
 from eagle3_infer.settings import RunSettings
@@ -208,7 +210,7 @@ def test_ctrl_c_keeps_what_was_finished(base, tmp_path, capsys, monkeypatch):
 
 
 class Wrong(bench_module.Engine):
-    """An engine whose drafts change the output: what --verify is for."""
+    """An engine whose drafts change the third token: what --verify is for."""
 
     def generate_one(self, request):
         result = super().generate_one(request)
@@ -217,8 +219,12 @@ class Wrong(bench_module.Engine):
         return result
 
 
-def test_verify_finds_a_bug(base, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("replayed", [False, True], ids=["in the run only", "in the replay too"])
+def test_verify_finds_a_bug(base, tmp_path, capsys, monkeypatch, replayed):
+    """Also where the replay does not show it: the token that was left led by more than rounding moves."""
     monkeypatch.setattr(bench_module, "Engine", Wrong)
+    if replayed:
+        monkeypatch.setattr(verify_module, "Engine", Wrong)
     path = tmp_path / "report.json"
     argv = [*base, "--mode", "plain,chain", "--dtype", "float32", "--json", str(path)]
     assert main(argv) == 0
@@ -227,6 +233,34 @@ def test_verify_finds_a_bug(base, tmp_path, capsys, monkeypatch):
     assert "BUG: chain against plain, prompt 1, turn 1, token 2" in capsys.readouterr().out
     bugs = json.loads(path.read_text())["verify"]["bugs"]
     assert {(bug["mode"], bug["reference"]) for bug in bugs} == {("chain", "plain"), ("chain", "hf_generate")}
+    assert len(bugs) == 6
+
+
+def test_bf16_divergences_are_explained(base, tmp_path):
+    """Rounding may part the modes; every place is then told, with its gap, and none is a bug."""
+    path = tmp_path / "report.json"
+    flags = ["--dtype", "bfloat16", "--max-new-tokens", "30", "--verify", "--json", str(path)]
+    assert main([*base, *flags]) == 0
+    verify = json.loads(path.read_text())["verify"]
+    assert verify["unclassified"] == verify["bugs"] == []
+    assert verify["identical"] + len(verify["numeric"]) == verify["compared"]
+    assert all(row["gap"] < 0.5 for row in verify["numeric"])
+
+
+def test_plain_decoding_that_parts_from_hf_is_a_bug(base, tmp_path, capsys, monkeypatch):
+    """Both replays share this engine's faults; transformers' own fp32 decision does not."""
+    monkeypatch.setattr(explain_module, "LARGEST_GAP", {torch.float32: 1e9})
+    monkeypatch.setattr(explain_module, "stock_decision", lambda target, ids: -1)
+
+    class Both(bench_module.Engine):
+        def generate_one(self, request):
+            result = super().generate_one(request)
+            result.token_ids[1] = (result.token_ids[1] + 1) % 250
+            return result
+
+    monkeypatch.setattr(bench_module, "Engine", Both)
+    assert main([*base, "--mode", "plain", "--dtype", "float32", "--verify", "--limit", "1"]) == 1
+    assert "-1 in transformers" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
