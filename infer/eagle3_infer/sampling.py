@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from eagle3_infer.request import Request
-from eagle3_kernels.sample_nodes import request_seed, sample_node
+from eagle3_kernels.sample_nodes import perturbed_scores, request_seed, sample_node
 
 
 @dataclass(frozen=True)
@@ -37,3 +37,9 @@ class Sampler:
     def draw(self, logits: Tensor, position: int) -> int:
         """The token at `position` from its logits [V]."""
         return sample_node(logits, self.temperature, self.top_k, self.top_p, self.seed, position)
+
+    def gap(self, logits: Tensor, position: int) -> float:
+        """How far the drawn token leads the runner-up, noise included (inf where only one can be drawn)."""
+        _, scores = perturbed_scores(logits, self.temperature, self.top_k, self.top_p, self.seed, position)
+        best = scores.topk(min(2, len(scores))).values
+        return float(best[0] - best[1]) if len(best) == 2 else float("inf")

@@ -99,15 +99,25 @@ def sample_node(logits: Tensor, temperature: float, top_k: int, top_p: float, se
     """One row of sample_nodes, logits [V]."""
     if temperature == 0:
         return int(greedy_nodes(logits[None]))
-    scores = logits.float() / temperature
+    ids, scores = perturbed_scores(logits, temperature, top_k, top_p, seed, position)
+    # ids ascend, and argmax takes the first of equal values
+    best = scores.argmax()
+    return int(best if ids is None else ids[best])
+
+
+def perturbed_scores(
+    logits: Tensor, temperature: float, top_k: int, top_p: float, seed: int, position: int
+) -> tuple[Tensor | None, Tensor]:
+    """What the draw maximises: ids that the filters keep (None = all), and their scores plus noise, fp32."""
+    scores = logits.float() / (temperature or 1.0)
     if not math.isfinite(scores.max().item()):
         raise FloatingPointError(_not_finite(logits))
+    if temperature == 0:
+        return None, scores
     ids = survivors(scores, top_k, top_p)
     if ids is None:
-        return int((scores + _vocabulary_gumbel(seed, position, len(scores), scores.device)).argmax())
-    noise = gumbel(seed, Purpose.TARGET, position, ids)
-    # ids ascend, and argmax takes the first of equal values
-    return int(ids[(scores[ids] + noise).argmax()])
+        return None, scores + _vocabulary_gumbel(seed, position, len(scores), scores.device)
+    return ids, scores[ids] + gumbel(seed, Purpose.TARGET, position, ids)
 
 
 def survivors(scores: Tensor, top_k: int, top_p: float) -> Tensor | None:

@@ -1,0 +1,99 @@
+"""Why two outputs part: the divergent prefix is decided again in fp32, plainly and through the trees.
+
+Equal there = numeric: low precision moved logits by ulps, and the gap shows by how little. Unequal = a bug.
+"""
+
+import copy
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+
+import torch
+
+from eagle3.attention import DenseCausal
+from eagle3.heads.eagle3 import Eagle3Head
+from eagle3.target import Target
+from eagle3_infer.config import TreeConfig
+from eagle3_infer.engine import Engine
+from eagle3_infer.request import Request
+from eagle3_infer.sampling import Sampler
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first token in which `output` parts from `reference`.
+
+    Args:
+        kind: numeric or bug.
+        position: index into the outputs; tokens there are None where an output had already ended.
+        exact_plain, exact_tree: what fp32 decides after the common prefix, plainly and through the trees.
+        gap: lead of the chosen token over the runner-up in the low-precision logits, noise included.
+    """
+
+    kind: str
+    position: int
+    reference_token: int | None
+    output_token: int | None
+    exact_plain: int | None
+    exact_tree: int | None
+    gap: float | None
+
+
+def first_difference(reference: list[int], output: list[int]) -> int | None:
+    """Index of the first token that differs or is missing; None if the outputs are equal."""
+    pairs = enumerate(zip_longest(reference, output))
+    return next((index for index, (a, b) in pairs if a != b), None)
+
+
+class Replay:
+    """Decides prefixes again in fp32; the exact copies are made when first needed."""
+
+    def __init__(self, target: Target, head: Eagle3Head | None = None):
+        self.target, self.head = target, head
+        self._exact: tuple[Target, Eagle3Head | None] | None = None
+
+    @torch.inference_mode()
+    def explain(
+        self, request: Request, reference: list[int], output: list[int], tree: TreeConfig | None
+    ) -> Divergence | None:
+        """Why `output` (made with `tree`, None = plain) parts from `reference`; None if it does not.
+
+        An output that ends where the other goes on is a bug: the tokens agree, so the stop rules did not.
+        """
+        at = first_difference(reference, output)
+        if at is None:
+            return None
+        tokens = [each[at] if at < len(each) else None for each in (reference, output)]
+        if None in tokens:
+            return Divergence("bug", at, *tokens, None, None, None)
+        prefix = tuple(reference[:at])
+        plain, drafted = self._plain(request, prefix), self._through_trees(request, prefix, tree)
+        kind = "numeric" if plain == drafted else "bug"
+        return Divergence(kind, at, *tokens, plain, drafted, self._gap(request, prefix))
+
+    def _plain(self, request: Request, prefix: tuple[int, ...]) -> int:
+        """fp32's decision after the prefix by a bare root."""
+        known, forced = list(request.prompt_ids) + list(prefix[:-1]), prefix[-1:]
+        return self._decide(replace(request, prompt_ids=known), forced, None)
+
+    def _through_trees(self, request: Request, prefix: tuple[int, ...], tree: TreeConfig | None) -> int:
+        """fp32's decision after the prefix, every round of it replayed."""
+        return self._decide(request, prefix, tree)
+
+    def _decide(self, request: Request, forced: tuple[int, ...], tree: TreeConfig | None) -> int:
+        target, head = self._exact_models()
+        asked = replace(request, forced=forced, max_new_tokens=len(forced) + 1, eos_ids=(), stop=())
+        return Engine(target, head, tree).generate_one(asked).token_ids[-1]
+
+    def _gap(self, request: Request, prefix: tuple[int, ...]) -> float:
+        ids = torch.tensor([*request.prompt_ids, *prefix], device=self.target.device)
+        rows = torch.arange(len(ids), device=ids.device)
+        hidden = self.target.hidden(ids, rows, DenseCausal([len(ids)]))
+        return Sampler.of(request).gap(self.target.logits(hidden[-1]), len(ids))
+
+    def _exact_models(self) -> tuple[Target, Eagle3Head | None]:
+        if self._exact is None:
+            target, head = self.target, self.head
+            if target.dtype != torch.float32:
+                target = Target(copy.deepcopy(target.model).float(), target.tokenizer, target.path)
+            self._exact = target, None if head is None else copy.deepcopy(head).float()
+        return self._exact
