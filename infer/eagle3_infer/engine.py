@@ -57,7 +57,9 @@ class Engine:
         return self.generate([request])[0]
 
     @torch.inference_mode()
-    def generate(self, requests: Iterable[Request], on_result: Callable[[int, Result], None] | None = None) -> list[Result]:
+    def generate(
+        self, requests: Iterable[Request], on_result: Callable[[int, Result], None] | None = None
+    ) -> list[Result]:
         """Run all requests, as many at once as there are slots; results come in the order of the requests.
 
         Args:
@@ -111,7 +113,8 @@ class Engine:
         wanted = max(self._rows_needed(request))
         if self.config.max_tokens is not None and wanted > self.config.max_tokens:
             raise ConfigError(
-                f"{name} needs {wanted} K/V rows (prompt, output and one tree); max_tokens allows {self.config.max_tokens}"
+                f"{name} needs {wanted} K/V rows (prompt, output and one tree); "
+                f"max_tokens allows {self.config.max_tokens}"
             )
 
     def _rows_needed(self, request: Request) -> list[int]:

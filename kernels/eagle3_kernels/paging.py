@@ -1,5 +1,7 @@
 """Where a slot's row lies in a pool of pages."""
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,7 @@ def physical_rows(pages: Tensor, rows: Tensor, page_size: int) -> Tensor:
 
 def consecutive(pages: list[int]) -> bool:
     """Whether the pages form one run, so that a slot's rows are a view of the pool."""
-    return all(b == a + 1 for a, b in zip(pages, pages[1:], strict=False))
+    return all(b == a + 1 for a, b in pairwise(pages))
 
 
 def slot_rows(pool: Tensor, pages: list[int], length: int) -> Tensor:

@@ -12,5 +12,7 @@ def capture_copy(hidden: Tensor, out: Tensor, column: int, residual: Tensor | No
     rows, width = hidden.shape
     block = slice(column * width, (column + 1) * width)
     if rows > out.shape[0] or block.stop > out.shape[1]:
-        raise RuntimeError(f"hidden {tuple(hidden.shape)} at column block {column} exceeds the buffer {tuple(out.shape)}")
+        raise RuntimeError(
+            f"hidden {tuple(hidden.shape)} at column block {column} exceeds the buffer {tuple(out.shape)}"
+        )
     out[:rows, block].copy_(hidden if residual is None else hidden + residual)

@@ -134,19 +134,19 @@ def survivors(scores: Tensor, top_k: int, top_p: float) -> Tensor | None:
 
 
 def _nucleus(scores: Tensor, top_p: float) -> Tensor:
-    """Ascending indices of the most likely entries whose better ones hold less than top_p of the mass."""
-    total = scores.logsumexp(0)
+    """Ascending indices of the most likely entries: those that, with all below them, hold more than 1 - top_p."""
+    mass = scores.softmax(0)
+    total = mass.sum(dtype=torch.float64)
     # sorting a whole vocabulary costs more than a decoding step should: look at more only while needed
     size = min(256, len(scores))
     while True:
-        best, index = torch.sort(scores, descending=True, stable=True) if size == len(scores) else scores.topk(size)
-        mass = (best - total).exp()
-        better = mass.cumsum(0) - mass
-        keep = better < top_p
+        best, index = torch.sort(mass, descending=True, stable=True) if size == len(mass) else mass.topk(size)
+        best = best.double()
+        keep = total - (best.cumsum(0) - best) > 1 - top_p
         keep[0] = True
-        if size == len(scores) or not keep[-1]:
+        if size == len(mass) or not keep[-1]:
             return index[keep].sort().values
-        size = min(8 * size, len(scores))
+        size = min(8 * size, len(mass))
 
 
 def _vocabulary_gumbel(seed: int, position: int, vocab_size: int, device: torch.device) -> Tensor:
