@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from eagle3.errors import UnsupportedTargetError
+
 # no "flash", "sdpa", "flex_attention", "/" or leading "paged|" in it: transformers gives those a meaning
 SEAM = "eagle3_seam"
 
@@ -86,17 +88,27 @@ def attend_through_seam(
     """The function registered with transformers' AttentionInterface; parameter names are part of that interface.
 
     query [1, Hq, T, d], key [1, Hkv, T, d], value [1, Hkv, T, dv] -> ([1, T, Hq, dv], None).
+
+    Raises:
+        RuntimeError: no context, or more than the one packed row: the model was called past Target.
+        UnsupportedTargetError: the model brings a mask or an argument that the seam would have to drop.
     """
     ctx = ctx if ctx is not None else _current.get()
-    odd = sorted(name for name, x in extra.items() if x is not None and name not in _HARMLESS)
-    if ctx is None or attention_mask is not None or odd:
+    name, layer = type(module).__name__, getattr(module, "layer_idx", None)
+    if ctx is None or query.shape[0] != 1:
         raise RuntimeError(
-            f"{type(module).__name__} layer {module.layer_idx}: the attention seam needs a context and no mask "
-            f"(context: {ctx is not None}, mask: {attention_mask is not None}, unknown arguments: {odd}); "
-            "call the model through eagle3.target.Target, or inside Target.stock() for plain transformers"
+            f"{name}: the attention seam needs a context and one packed row (context: {ctx is not None}, rows: "
+            f"{query.shape[0]}); call the model through eagle3.target.Target, or inside Target.stock() for plain "
+            "transformers"
+        )
+    odd = sorted(key for key, x in extra.items() if x is not None and key not in _HARMLESS)
+    if layer is None or attention_mask is not None or odd:
+        raise UnsupportedTargetError(
+            f"{name}: the attention seam cannot honour its call (layer {layer}, own mask: "
+            f"{attention_mask is not None}, unknown arguments: {odd})"
         )
     call = AttentionCall(
-        layer=module.layer_idx,
+        layer=layer,
         query=query[0],
         key=key[0],
         value=value[0],
@@ -135,6 +147,8 @@ def masked_attention(call: AttentionCall, key: Tensor, value: Tensor, visible: T
 class DenseCausal:
     """Packed documents, each causal in itself, no K/V kept: the training target, probes and references.
 
+    One object serves one forward; `windows` then holds every layer's window.
+
     Args:
         lengths: tokens of each document, in row order; their sum is T.
         plain: use the formula even where torch's fused attention would do (bit-equal to "eager").
@@ -147,7 +161,7 @@ class DenseCausal:
 
     def attend(self, call: AttentionCall) -> Tensor:
         if call.layer in self.windows:
-            raise RuntimeError(f"layer {call.layer} attends twice in one forward")
+            raise UnsupportedTargetError(f"layer {call.layer} attends twice in one forward (one context serves one)")
         if call.query.shape[1] != sum(self.lengths):
             raise RuntimeError(f"{call.query.shape[1]} rows for documents of {sum(self.lengths)} tokens")
         self.windows[call.layer] = call.window

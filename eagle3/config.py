@@ -2,16 +2,21 @@
 
 import dataclasses
 import difflib
+import itertools
+import re
 import sys
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from eagle3.errors import ConfigError
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 SCHEMA = 1
 
 
@@ -52,9 +57,7 @@ class HeadOptions:
     sliding_window: int | None = None
 
     def __post_init__(self):
-        for name in ("num_layers", "draft_vocab_size", "hidden_size", "intermediate_size", "head_dim"):
-            _positive(name, getattr(self, name))
-        _positive("sliding_window", self.sliding_window)
+        _check_fields(self)
         if self.capture_layers is not None:
             object.__setattr__(self, "capture_layers", tuple(self.capture_layers))
 
@@ -64,7 +67,7 @@ class HeadConfig:
     """A head in full: what its checkpoint stores and its modules are built from.
 
     Raises:
-        ConfigError: a size is not positive, or the attention heads are not a multiple of the KV heads.
+        ConfigError: a size is not positive, a switch no boolean, or sizes that do not fit together.
     """
 
     hidden_size: int
@@ -90,10 +93,7 @@ class HeadConfig:
     sliding_window: int | None = None
 
     def __post_init__(self):
-        for f in dataclasses.fields(self):
-            if f.type in ("int", int):
-                _positive(f.name, getattr(self, f.name))
-        _positive("sliding_window", self.sliding_window)
+        _check_fields(self)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
                 f"{self.num_attention_heads} attention heads are not a multiple of {self.num_key_value_heads} "
@@ -105,6 +105,8 @@ class HeadConfig:
             raise ConfigError(f"draft_vocab_size {self.draft_vocab_size} exceeds the vocabulary of {self.vocab_size}")
         if not self.capture_layers:
             raise ConfigError("capture_layers is empty: the head needs at least one feature")
+        if not isinstance(self.rope_parameters, dict):
+            raise ConfigError(f"rope_parameters is {self.rope_parameters!r}; it must be a mapping")
         object.__setattr__(self, "capture_layers", tuple(self.capture_layers))
 
     @property
@@ -116,9 +118,16 @@ class HeadConfig:
         return self.hidden_size != self.target_hidden_size
 
 
-def _positive(name: str, value: int | None) -> None:
-    if value is not None and value < 1:
-        raise ConfigError(f"{name} is {value}; it must be 1 or more")
+def _check_fields(config: Any) -> None:
+    """Sizes are whole numbers from 1, switches are booleans: values may come from another tool's JSON."""
+    for name, hint in typing.get_type_hints(type(config)).items():
+        value, kinds = getattr(config, name), set(typing.get_args(hint) or (hint,))
+        if value is None and type(None) in kinds:
+            continue
+        if int in kinds and Ellipsis not in kinds and (type(value) is not int or value < 1):
+            raise ConfigError(f"{name} is {value!r}; it must be a whole number, 1 or more")
+        if bool in kinds and type(value) is not bool:
+            raise ConfigError(f"{name} is {value!r}; it must be true or false")
 
 
 def load_config(cls: type[T], argv: Sequence[str] | None = None, description: str | None = None) -> T:
@@ -140,7 +149,7 @@ def load_config(cls: type[T], argv: Sequence[str] | None = None, description: st
     try:
         values = parser.instantiate(parser.parse_args(argv))
     except (jsonargparse.ArgumentError, TypeError, ValueError) as error:
-        raise ConfigError(" ".join(str(error).split())) from error
+        raise ConfigError(_plain(str(error))) from error
     return cls(**{f.name: values[f.name] for f in dataclasses.fields(cls)})
 
 
@@ -168,8 +177,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"config {str(path)!r} {what}; give a YAML file such as recipes/base/smollm2-135m.yaml")
     try:
         content = yaml.safe_load(Path(path).read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config {str(path)!r} is not YAML: {' '.join(str(error).split())}") from error
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        raise ConfigError(f"config {str(path)!r} cannot be read as YAML: {_plain(str(error))}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"config {str(path)!r} holds a {type(content).__name__}, not a mapping of settings")
     return content
@@ -187,7 +196,9 @@ def _check_tree(tree: dict[str, Any], known: set[str], where: str, prefix: str =
         name = f"{prefix}{key}"
         if name not in known:
             raise unknown_key(name, known, where)
-        if isinstance(value, dict) and any(k.startswith(f"{name}.") for k in known):
+        if any(k.startswith(f"{name}.") for k in known):
+            if not isinstance(value, dict):
+                raise ConfigError(f"{where}: {name} is {value!r}; it must be a mapping of its settings")
             _check_tree(value, known, where, f"{name}.")
 
 
@@ -198,6 +209,12 @@ def _check_flags(argv: Sequence[str], known: set[str]) -> None:
             raise unknown_key(name, known, "command line")
 
 
+def _plain(message: str) -> str:
+    """A library's message on one line, without Python's notation of types."""
+    message = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", " ".join(message.split()))
+    return message.replace("Expected a tuple", "Expected a list such as [a, b]")
+
+
 def _config_paths(argv: Sequence[str]) -> list[str]:
-    paths = [after for flag, after in zip(argv, argv[1:], strict=False) if flag == "--config"]
+    paths = [after for flag, after in itertools.pairwise(argv) if flag == "--config"]
     return paths + [token.split("=", 1)[1] for token in argv if token.startswith("--config=")]

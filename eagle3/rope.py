@@ -1,6 +1,6 @@
 """Rotary position tables of heads: the target's own, for every rope type that transformers knows."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,14 +25,15 @@ class RopeSpec:
         """Inverse frequencies [rotary_dim / 2] fp32 and the factor on cos and sin.
 
         Raises:
-            ConfigError: the rope type is unknown to the installed transformers.
+            ConfigError: the rope type is unknown to the installed transformers, or its parameters do not fit.
         """
         parameters = dict(self.parameters)
         kind = parameters.get("rope_type", "default")
         if kind == "default":
             dim = int(self.head_dim * parameters.get("partial_rotary_factor", 1.0))
-            theta = parameters["rope_theta"]
-            return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float) / dim), 1.0
+            if parameters.get("rope_theta") is None:
+                raise ConfigError(f"rope parameters {parameters} lack rope_theta")
+            return 1.0 / parameters["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float) / dim), 1.0
         return _scaled_tables(kind, parameters, self.head_dim, self.max_positions)
 
 
@@ -42,15 +43,21 @@ def _scaled_tables(kind: str, parameters: dict, head_dim: int, max_positions: in
 
     if kind not in ROPE_INIT_FUNCTIONS:
         raise ConfigError(f"rope_type {kind!r} is unknown; known: {sorted(['default', *ROPE_INIT_FUNCTIONS])}")
-    # one head of the right width: LlamaConfig is only the carrier that the init functions read from
-    carrier = LlamaConfig(
-        hidden_size=head_dim,
-        num_attention_heads=1,
-        head_dim=head_dim,
-        max_position_embeddings=max_positions,
-        rope_parameters=parameters,
-    )
-    inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](carrier, torch.device("cpu"))
+    try:
+        # one head of the right width: LlamaConfig is only the carrier that the init functions read from
+        carrier = LlamaConfig(
+            hidden_size=head_dim,
+            num_attention_heads=1,
+            head_dim=head_dim,
+            max_position_embeddings=max_positions,
+            rope_parameters=parameters,
+        )
+        inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](carrier, torch.device("cpu"))
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"rope parameters {parameters} do not fit a head_dim of {head_dim} ({error}); longrope's factors belong to "
+            "the target's own head_dim: set head.head_dim to it"
+        ) from error
     return inv_freq.float(), float(scaling)
 
 
@@ -96,16 +103,29 @@ def position_limit(text_config) -> int:
     return limit
 
 
-def check_against_target(model, inv_freq: Tensor, head_dim: int) -> None:
-    """Raise if the target's own rotary buffers differ from ours (head dims that differ are not compared)."""
-    buffers = {
-        name: b
-        for name, b in model.named_buffers()
-        if name.endswith(("inv_freq",)) and "original" not in name and "sliding_attention" not in name
-    }
-    same_width = [b for b in buffers.values() if b.shape == inv_freq.shape]
-    if same_width and not any(torch.allclose(b.float().cpu(), inv_freq, rtol=1e-6, atol=0) for b in same_width):
+def check_against_target(model, inv_freq: Tensor, scaling: float) -> None:
+    """Raise if none of the target's rotary tables of this width is ours (other widths cannot be compared)."""
+    tables = [
+        (name, theirs, factor) for name, theirs, factor in _rotary_tables(model) if theirs.shape == inv_freq.shape
+    ]
+    if tables and not any(_same_table(theirs, factor, inv_freq, scaling) for _, theirs, factor in tables):
         raise UnsupportedTargetError(
-            f"none of the target's rotary tables {sorted(buffers)} equals the one built from its config "
-            f"(head_dim {head_dim}); the head would be trained with other angles than the target's"
+            f"none of the target's rotary tables {[name for name, *_ in tables]} equals the one built from its config; "
+            "the head would be trained with other angles than the target's"
         )
+
+
+def _rotary_tables(model) -> Iterator[tuple[str, Tensor, float]]:
+    """Name, inverse frequencies and cos/sin factor of the tables for full attention."""
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name.endswith("inv_freq") and "original" not in name and "sliding_attention" not in name:
+                factor = getattr(module, name.removesuffix("inv_freq") + "attention_scaling", 1.0)
+                yield f"{path}.{name}", buffer, float(factor)
+
+
+def _same_table(theirs: Tensor, their_scaling: float, ours: Tensor, our_scaling: float) -> bool:
+    # a model that was cast as a whole holds rounded frequencies
+    rtol = max(1e-6, torch.finfo(theirs.dtype).eps if theirs.dtype != torch.float32 else 0.0)
+    close = torch.allclose(theirs.float().cpu(), ours.float().cpu(), rtol=rtol, atol=0)
+    return close and abs(their_scaling - our_scaling) <= 1e-6 * abs(our_scaling)

@@ -4,9 +4,11 @@ import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from eagle3.attention import SEAM, AttentionContext, DenseCausal, attending, register_seam
@@ -27,6 +29,21 @@ def parse_dtype(name: str) -> torch.dtype | None:
     return DTYPES[name]
 
 
+def parse_device(name: str) -> torch.device:
+    """The torch device called `name`.
+
+    Raises:
+        ConfigError: torch does not know it, or this machine does not have it.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device {name!r} is unknown; use cpu, cuda, cuda:1, ...") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device {name!r} was asked for; torch sees {torch.cuda.device_count()} CUDA GPUs")
+    return device
+
+
 class Target:
     """A causal LM whose every attention layer goes through the context handed to `hidden`.
 
@@ -37,13 +54,13 @@ class Target:
         max_positions: positions a row may use (see rope.position_limit).
     """
 
-    def __init__(self, model: nn.Module, tokenizer=None, path: str = "(in memory)"):
+    def __init__(self, model: Any, tokenizer: Any = None, path: str = "(in memory)"):
+        if why := _refusal(model):
+            raise UnsupportedTargetError(f"{type(model).__name__}: {why}")
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.path = path
         self.text_config = model.config.get_text_config(decoder=True)
-        if why := _refusal(model):
-            raise UnsupportedTargetError(f"{type(model).__name__}: {why}")
         self.layers = _decoder_layers(model, self.text_config.num_hidden_layers)
         self.num_layers = len(self.layers)
         self.hidden_size = self.text_config.hidden_size
@@ -54,9 +71,13 @@ class Target:
         self.max_positions = position_limit(self.text_config)
         self._decoder = model.get_decoder()
         self._logit_rules = _logit_rules(self.text_config)
-        self._stock_attention = _stock_attention(model, self.text_config)
+        self._stock_attention = _stock_attention(self.text_config)
         register_seam()
-        self._probe()
+        try:
+            self._probe()
+        except Exception:
+            self._use(self._stock_attention)
+            raise
 
     @classmethod
     def load(cls, path: str | Path, dtype: str = "auto", device: str = "cpu", tokenizer: bool = True) -> "Target":
@@ -66,21 +87,25 @@ class Target:
             path: folder, hub id, or the name of the embedded default (eagle3.embedded.EMBEDDED).
             dtype: auto (the checkpoint's), float32, bfloat16, float16.
         Raises:
-            ConfigError: no such folder, dtype or device.
+            ConfigError: no such folder, dtype or device, or weights that are broken or incomplete.
             UnsupportedTargetError: the architecture cannot be driven through the seam.
         """
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        folder = resolve_path(path)
-        torch_dtype = parse_dtype(dtype)
-        if device.startswith("cuda") and not torch.cuda.is_available():
-            raise ConfigError(f"device {device!r} was asked for, but torch sees no CUDA GPU")
+        folder, torch_dtype, place = resolve_path(path), parse_dtype(dtype), parse_device(device)
         try:
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch_dtype or "auto")
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch_dtype or "auto", output_loading_info=True
+            )
             tok = AutoTokenizer.from_pretrained(folder) if tokenizer else None
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"target {str(path)!r} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
-        return cls(model.to(device), tok, path=str(path))
+        except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
+            raise ConfigError(f"target {str(path)!r} cannot be loaded: {_first_line(error)}") from error
+        model, report = loaded
+        if absent := sorted(report["missing_keys"]):
+            raise ConfigError(
+                f"target {str(path)!r} lacks {len(absent)} weights, which would stay random: {', '.join(absent[:4])}"
+            )
+        return cls(model.to(place), tok, path=str(path))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -131,7 +156,7 @@ class Target:
 
     @property
     def fingerprint(self) -> str:
-        """Short hash of architecture and weights, the same for every dtype the weights are loaded in."""
+        """Short hash of architecture and weights; the same checkpoint gives the same in float32 and bfloat16."""
         text = f"{type(self.model).__name__}/{self.num_layers}/{self.hidden_size}/{self.vocab_size}"
         digest = hashlib.sha256(text.encode())
         matrices = [p for p in self.layers[-1].parameters() if p.dim() == 2]
@@ -153,6 +178,10 @@ class Target:
         positions = torch.arange(count, device=self.device)
         self._use("eager")
         stock = self.model(input_ids=ids[None], position_ids=positions[None], use_cache=False).logits[0].float()
+        if not stock.isfinite().all():
+            raise UnsupportedTargetError(
+                f"{type(self.model).__name__}: logits are not finite in {self.dtype}; load it in float32 or bfloat16"
+            )
         self._use(SEAM)
         ctx = DenseCausal([count], plain=True)
         ours = self.logits(self.hidden(ids, positions, ctx)).float()
@@ -206,11 +235,18 @@ def resolve_path(path: str | Path) -> str:
 
     if str(path) == EMBEDDED:
         return str(embedded_model_path())
-    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+    folder = Path(path).expanduser()
+    if folder.is_dir() and not (folder / "config.json").is_file():
         raise ConfigError(f"target folder {str(path)!r} has no config.json")
-    if Path(path).is_file():
+    if folder.is_file():
         raise ConfigError(f"target {str(path)!r} is a file; give its folder, a hub id, or {EMBEDDED!r}")
-    return str(path)
+    if not folder.exists() and (folder.is_absolute() or str(path).startswith(".") or len(folder.parts) > 2):
+        raise ConfigError(f"target folder {str(path)!r} does not exist; give a folder, a hub id, or {EMBEDDED!r}")
+    return str(folder)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _layer_kinds(config) -> set[str]:
@@ -232,10 +268,10 @@ def _refusal(model) -> str | None:
 
 
 def _decoder_layers(model, count: int) -> nn.ModuleList:
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            if any(hasattr(part, "layer_idx") for part in module[0].modules()):
-                return module
+    lists = (m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count)
+    for layers in lists:
+        if any(hasattr(part, "layer_idx") for part in layers[0].modules()):
+            return layers
     raise UnsupportedTargetError(f"{type(model).__name__}: no list of {count} decoder layers with attention was found")
 
 
@@ -263,8 +299,8 @@ def _logit_rules(config) -> list[Callable[[Tensor], Tensor]]:
     return rules
 
 
-def _stock_attention(model, config) -> str:
+def _stock_attention(config) -> str:
     """transformers' implementation to compare with; its sdpa drops Gemma-2's soft-cap in some releases."""
-    if config.to_dict().get("attn_logit_softcapping") is not None:
-        return "eager"
-    return model.config._attn_implementation
+    capped = config.to_dict().get("attn_logit_softcapping") is not None
+    # a model that was wrapped before no longer knows what it had
+    return "eager" if capped or config._attn_implementation == SEAM else config._attn_implementation

@@ -68,12 +68,20 @@ def build_vocab_map(counts: Tensor, draft_vocab_size: int, always: Iterable[int]
     return VocabMap(chosen - torch.arange(draft_vocab_size), t2d)
 
 
+def _check_tensors(d2t: Tensor, t2d: Tensor | None, vocab_size: int) -> None:
+    if d2t.dim() != 1 or d2t.is_floating_point() or d2t.dtype == torch.bool:
+        raise VocabMapError(f"d2t is {d2t.dtype} {list(d2t.shape)}; it must be int64 [draft vocabulary]")
+    if t2d is not None and t2d.shape != (vocab_size,):
+        raise VocabMapError(f"t2d is {list(t2d.shape)}; it must be [{vocab_size}], one per target id")
+
+
 def check_vocab_map(d2t: Tensor, t2d: Tensor | None, vocab_size: int) -> VocabMap:
     """Validate a loaded map; order need not be sorted.
 
     Raises:
-        VocabMapError: ids out of range or repeated, or `t2d` disagrees.
+        VocabMapError: no integer vector, ids out of range or repeated, or `t2d` disagrees.
     """
+    _check_tensors(d2t, t2d, vocab_size)
     size = d2t.shape[0]
     ids = torch.arange(size) + d2t
     bad = ((ids < 0) | (ids >= vocab_size)).nonzero().flatten()
@@ -85,8 +93,14 @@ def check_vocab_map(d2t: Tensor, t2d: Tensor | None, vocab_size: int) -> VocabMa
         )
     if t2d is None and size < vocab_size and not d2t.any():
         raise VocabMapError(
-            f"d2t is all zeros although the draft vocabulary ({size}) is smaller than the target's ({vocab_size}): "
+            f"d2t is all zeros although the draft vocabulary ({size}) is smaller than the target's ({vocab_size}), "
             "and no t2d confirms it: the map was not saved with the weights"
+        )
+    if t2d is None and size > 2 and bool((d2t.diff() > 0).all()):
+        # real offsets grow at every step only if no two neighbouring ids were chosen
+        raise VocabMapError(
+            "d2t rises at every step, as absolute target ids do; it must hold offsets (target = draft + offset). "
+            "If these are offsets, store t2d (bool, one per target id) beside it to confirm them"
         )
     members = torch.zeros(vocab_size, dtype=torch.bool)
     members[ids] = True

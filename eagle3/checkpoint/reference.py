@@ -8,7 +8,6 @@ import dataclasses
 import json
 import os
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -27,31 +26,50 @@ from eagle3.vocab import check_vocab_map, identity_map
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 _OPTIONS = ("fc_norm", "norm_before_residual", "norm_output", "qk_norm", "attention_bias", "sliding_window")
 _OWN = ("capture_layers", "target_fingerprint", "trained_length", "num_layers", *_OPTIONS)
+_SIZES = tuple(f.name for f in dataclasses.fields(HeadConfig) if f.name not in _OWN)
+_REPAIR = (
+    'add "eagle3": {"schema": 1, "capture_layers": [...]} naming the 0-based layers whose outputs it reads'
+)
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def save_head(folder: str | Path, head: Eagle3Head, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """Write the head's folder; floating weights are stored in `dtype`. The folder appears complete or not at all."""
+    """Write the head's folder; floating weights are stored in `dtype`. The folder appears complete or not at all.
+
+    Raises:
+        CheckpointError: the folder cannot be written, or holds something that is no head.
+    """
     folder = Path(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not (folder / WEIGHTS).is_file()):
+        raise CheckpointError(f"{str(folder)!r} exists and is no head's folder: it is not overwritten")
     state = {k: v.detach().cpu() for k, v in head.state_dict().items()}
     state = {k: (v.to(dtype) if v.is_floating_point() else v).contiguous() for k, v in state.items()}
-    part = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    part = folder.with_name(f".{folder.name}.{os.getpid()}.part")
     try:
+        part.mkdir(parents=True, exist_ok=True)
         save_file(state, part / WEIGHTS, metadata={"format": "pt"})
         (part / CONFIG).write_text(json.dumps(config_json(head.config, dtype), indent=2) + "\n")
+        # safetensors writes 0600 whatever the umask
+        (part / WEIGHTS).chmod((part / CONFIG).stat().st_mode)
         replace_folder(part, folder)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"head folder {str(folder)!r} cannot be written: {error}") from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return folder
 
 
 def replace_folder(part: Path, folder: Path) -> None:
-    """Rename `part` to `folder`, an earlier one being moved aside first and removed after."""
-    part.chmod(0o755)
-    old = folder.with_name(f".{folder.name}.old.{os.getpid()}")
+    """Rename `part` to `folder`; an earlier one is moved aside first, and removed once the new one stands."""
+    old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
     if folder.exists():
         folder.rename(old)
-    part.rename(folder)
+    try:
+        part.rename(folder)
+    except OSError:
+        if old.exists():
+            old.rename(folder)
+        raise
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -95,7 +113,8 @@ def load_head(folder: str | Path, target: Target, dtype: torch.dtype | None = No
     folder = Path(folder)
     config = read_config(folder, target)
     state = _read_weights(folder / WEIGHTS)
-    head = _skeleton(config, state)
+    with torch.random.fork_rng(devices=[]):
+        head = _skeleton(config, state)
     _check_state(head, state, folder)
     head.load_state_dict(state)
     head.check_target(target)
@@ -103,34 +122,58 @@ def load_head(folder: str | Path, target: Target, dtype: torch.dtype | None = No
 
 
 def read_config(folder: Path, target: Target) -> HeadConfig:
-    """The head's settings; a folder without our block gets the reference's defaults for `target`."""
+    """The head's settings; a folder without our block gets the reference's defaults for `target`.
+
+    Raises:
+        CheckpointError: a file is missing or broken, a setting is unknown, absent or impossible.
+    """
+    content = _read_json(folder)
+    own = content["eagle3"] if "eagle3" in content else _foreign_block(content, target, folder)
+    if not isinstance(own, dict) or own.get("schema") != SCHEMA:
+        schema = own.get("schema") if isinstance(own, dict) else own
+        raise CheckpointError(f"{folder / CONFIG}: schema {schema!r} is not {SCHEMA}, the one this version reads")
+    if unknown := sorted(own.keys() - {"schema", *_OWN}):
+        raise CheckpointError(f"{folder / CONFIG}: the eagle3 block has unknown settings {unknown}; known: {_OWN}")
+    sizes = {name: content[name] for name in _SIZES if content.get(name) is not None}
+    options = {name: value for name, value in own.items() if name != "schema"}
+    try:
+        return HeadConfig(**{**_implied(content, folder), **sizes, **options})
+    except (TypeError, ConfigError) as error:
+        raise CheckpointError(f"{folder / CONFIG}: {error}") from error
+
+
+def _read_json(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         what = "is a file, not a folder" if folder.exists() else "does not exist"
         raise CheckpointError(f"draft head folder {str(folder)!r} {what}")
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
-            raise CheckpointError(f"{str(folder)!r} is no head: {name} is missing")
+            pickled = name == WEIGHTS and (folder / "pytorch_model.bin").is_file()
+            hint = "; convert its pytorch_model.bin to safetensors first" if pickled else ""
+            raise CheckpointError(f"{str(folder)!r} is no head: {name} is missing{hint}")
     try:
         content = json.loads((folder / CONFIG).read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, OSError) as error:
         raise CheckpointError(f"{folder / CONFIG} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{folder / CONFIG} holds no JSON object")
-    own = content.get("eagle3") or _foreign_block(content, target, folder)
-    if own.get("schema") != SCHEMA:
-        raise CheckpointError(
-            f"{folder / CONFIG}: schema {own.get('schema')!r} is not {SCHEMA}, the one this version reads"
-        )
-    names = {f.name for f in dataclasses.fields(HeadConfig)}
-    values = {k: v for k, v in {**content, **own}.items() if k in names}
-    values.setdefault("target_hidden_size", content.get("hidden_size"))
-    values.setdefault("draft_vocab_size", content.get("vocab_size"))
-    if not values.get("rope_parameters"):
-        values["rope_parameters"] = _rope_parameters(content, folder)
-    try:
-        return HeadConfig(**values)
-    except (TypeError, ConfigError) as error:
-        raise CheckpointError(f"{folder / CONFIG}: {error}") from error
+    return content
+
+
+def _implied(content: dict, folder: Path) -> dict[str, Any]:
+    """What a reference config.json may leave out."""
+    hidden, heads = content.get("hidden_size"), content.get("num_attention_heads")
+    implied = {
+        "target_hidden_size": hidden,
+        "draft_vocab_size": content.get("vocab_size"),
+        "num_key_value_heads": heads,
+        "num_layers": content.get("num_hidden_layers", 1),
+    }
+    if isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
+        implied["head_dim"] = hidden // heads
+    if not content.get("rope_parameters"):
+        implied["rope_parameters"] = _rope_parameters(content, folder)
+    return implied
 
 
 def _rope_parameters(content: dict, folder: Path) -> dict[str, Any]:
@@ -146,21 +189,23 @@ def _rope_parameters(content: dict, folder: Path) -> dict[str, Any]:
 
 def _foreign_block(content: dict, target: Target, folder: Path) -> dict[str, Any]:
     """Our block for a reference checkpoint: default layers, unless it names others (in which numbering?)."""
+    if target.num_layers < 7:
+        raise CheckpointError(f"{folder / CONFIG} does not say which of {target.num_layers} layers it reads; {_REPAIR}")
     layers = default_layers(target.num_layers)
-    named = (content.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids") or content.get(
-        "eagle_aux_hidden_state_layer_ids"
-    )
-    if named and sorted(named) not in (list(layers), [i + 1 for i in layers]):
+    key = "eagle_aux_hidden_state_layer_ids"
+    named = (content.get("eagle_config") or {}).get(key) or content.get(key) or list(layers)
+    # listed in any order, they are concatenated in layer order
+    if sorted(named) not in (list(layers), [i + 1 for i in layers]):
         raise CheckpointError(
             f"{folder / CONFIG} captures layers {named}, and tools number them in two ways (output of layer i, or of "
-            'layer i - 1); add "eagle3": {"schema": 1, "capture_layers": [...]} with outputs of 0-based layers'
+            f"layer i - 1); {_REPAIR}"
         )
     unknown = [k for k in ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc") if content.get(k)]
     if unknown:
         raise CheckpointError(
             f"{folder / CONFIG} sets {unknown}: only plain reference heads are read without our block"
         )
-    return {"schema": SCHEMA, "capture_layers": layers, "num_layers": content.get("num_hidden_layers", 1)}
+    return {"schema": SCHEMA, "capture_layers": layers, "attention_bias": bool(content.get("attention_bias"))}
 
 
 def _read_weights(path: Path) -> dict[str, Tensor]:
@@ -203,5 +248,7 @@ def _check_state(head: Eagle3Head, state: dict[str, Tensor], folder: Path) -> No
             raise CheckpointError(
                 f"{folder / WEIGHTS}: {name} is {list(state[name].shape)}, config.json asks for {list(tensor.shape)}"
             )
-        if state[name].is_floating_point() and not state[name].isfinite().all():
+        if tensor.is_floating_point() and state[name].dtype not in _FLOATS:
+            raise CheckpointError(f"{folder / WEIGHTS}: {name} is {state[name].dtype}; quantised heads are not read")
+        if tensor.is_floating_point() and not state[name].isfinite().all():
             raise CheckpointError(f"{folder / WEIGHTS}: {name} holds NaN or infinity")

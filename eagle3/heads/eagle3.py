@@ -3,6 +3,8 @@
 Parameter names are the reference checkpoint's; `step` never knows where keys and values live.
 """
 
+import warnings
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -145,6 +147,13 @@ class Eagle3Head(nn.Module):
         inv_freq, self.rope_scaling = rope.tables()
         self.register_buffer("inv_freq", inv_freq, persistent=False)
 
+    def _apply(self, fn, recurse=True):
+        """Move and cast like any module, but keep the rotary frequencies in fp32: bf16 bends the angles."""
+        exact = self.inv_freq
+        super()._apply(fn, recurse)
+        self.inv_freq = exact.to(self.inv_freq.device)
+        return self
+
     @classmethod
     def for_target(
         cls, target: Target, vocab_map: VocabMap, options: HeadOptions | None = None, seed: int = 0
@@ -227,7 +236,7 @@ class Eagle3Head(nn.Module):
         return draft_ids + self.d2t[draft_ids]
 
     def check_target(self, target: Target) -> None:
-        """Raise CheckpointError if this head cannot draft for `target`."""
+        """Raise CheckpointError if this head cannot draft for `target`; warn if it was trained for other weights."""
         c = self.config
         wanted = {"hidden size": c.target_hidden_size, "vocabulary": c.vocab_size}
         found = {"hidden size": target.hidden_size, "vocabulary": target.vocab_size}
@@ -241,7 +250,14 @@ class Eagle3Head(nn.Module):
                 f"the head reads layers {list(c.capture_layers)}; {target.path} has {target.num_layers} layers"
             )
         if c.rope_parameters == dict(target_rope(target.text_config, c.head_dim).parameters):
-            check_against_target(target.model, self.inv_freq.cpu(), c.head_dim)
+            check_against_target(target.model, self.inv_freq, self.rope_scaling)
+        # fp16 rounds an fp32 checkpoint otherwise than bf16 does
+        if c.target_fingerprint not in (None, target.fingerprint) and target.dtype != torch.float16:
+            warnings.warn(
+                f"the head was trained for a target with other weights than {target.path} (fingerprint "
+                f"{c.target_fingerprint}, found {target.fingerprint}): output stays right, few drafts may be accepted",
+                stacklevel=2,
+            )
 
 
 def head_config(target: Target, draft_vocab_size: int, options: HeadOptions) -> HeadConfig:
@@ -257,7 +273,7 @@ def head_config(target: Target, draft_vocab_size: int, options: HeadOptions) -> 
     heads = options.num_attention_heads or text.num_attention_heads
     default_dim = fields.get("head_dim") if same_width else None
     head_dim = options.head_dim or default_dim or hidden // heads
-    layers = options.capture_layers or default_layers(target.num_layers)
+    layers = default_layers(target.num_layers) if options.capture_layers is None else options.capture_layers
     return HeadConfig(
         hidden_size=hidden,
         intermediate_size=options.intermediate_size or fields.get("intermediate_size") or 4 * hidden,
