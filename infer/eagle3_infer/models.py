@@ -47,9 +47,8 @@ def load_draft(settings: RunSettings, target: Target) -> Eagle3Head:
     Raises:
         CheckpointError: no such folder, or not a head for this target.
     """
-    if settings.draft == RANDOM_DRAFT:
-        return random_head(target)
-    return load_head(draft_folder(settings), target)
+    folder = draft_folder(settings)
+    return random_head(target) if folder is None else load_head(folder, target)
 
 
 def random_head(target: Target) -> Eagle3Head:
@@ -60,8 +59,10 @@ def random_head(target: Target) -> Eagle3Head:
     return Eagle3Head.for_target(target, vocab_map).to(target.dtype).eval()
 
 
-def draft_folder(settings: RunSettings) -> Path:
-    """The folder that --draft names, or the shipped head's."""
+def draft_folder(settings: RunSettings) -> Path | None:
+    """The folder that --draft names, or the shipped head's; None for an untrained head."""
+    if settings.draft == RANDOM_DRAFT:
+        return None
     if settings.draft is not None:
         folder = Path(settings.draft).expanduser()
         if not folder.is_dir():

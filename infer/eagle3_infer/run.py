@@ -19,7 +19,7 @@ from eagle3.target import Target
 from eagle3_infer.bench import Bench
 from eagle3_infer.compare import compare_modes
 from eagle3_infer.explain import replay_explainer
-from eagle3_infer.models import draft_name, load_draft, load_target, pick_device
+from eagle3_infer.models import draft_folder, draft_name, load_draft, load_target, pick_device
 from eagle3_infer.prompts import Prompt, has_template, load_prompts, shipped_prompts_path
 from eagle3_infer.report import Comparison, build_report, write_json
 from eagle3_infer.settings import RunSettings
@@ -34,6 +34,9 @@ def run(settings: RunSettings, argv: Sequence[str]) -> int:
     """Run and print everything; returns the exit code."""
     prompts = load_prompts(prompts_path(settings), settings.limit, settings.max_turns)
     device = pick_device(settings.device)
+    if settings.needs_head:
+        # a wrong path is told before the target is loaded
+        draft_folder(settings)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     target = load_target(settings, device)
