@@ -80,6 +80,10 @@ class KVPool:
                 self._paged[layer] = (keys[i], values[i])
         self._rows = [(k.flatten(0, 1), v.flatten(0, 1)) for k, v in self._paged]
 
+    @property
+    def layers(self) -> int:
+        return len(self._paged)
+
     def pages_for(self, rows: int) -> int:
         return -(-rows // self.page_size)
 
