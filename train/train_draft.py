@@ -9,11 +9,16 @@ A run that was stopped goes on where its last checkpoint stands when the same co
 
 import os
 import sys
+import time
 from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 from eagle3.config import load_config
 from eagle3.errors import Eagle3Error
 from eagle3_train.config import TrainConfig
+
+if TYPE_CHECKING:
+    from eagle3_train.run import Run
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -23,7 +28,10 @@ def main(argv: list[str] | None = None) -> int:
         # torch, transformers and accelerate are loaded only once the settings are known to be right
         if config.threads is not None:
             os.environ.setdefault("OMP_NUM_THREADS", str(config.threads))
-        _train(config)
+        from eagle3_train.run import Run
+
+        with Run(config) as run:
+            _train(config, run)
     except Eagle3Error as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -33,69 +41,67 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _train(config: TrainConfig) -> None:
+def _train(config: TrainConfig, run: "Run") -> None:
+    """The run in one piece, set-up, loop and end, so that it reads from the top."""
     import torch
 
     from eagle3_train.batches import Batches
     from eagle3_train.evaluate import Tally
     from eagle3_train.optim import learning_rate, make_optimizer, set_learning_rate
     from eagle3_train.progress import Progress
-    from eagle3_train.run import Run, evaluate, load_parts, normalisers
+    from eagle3_train.run import evaluate, load_parts, normalisers, over_ranks
     from eagle3_train.state import Checkpoints, RunState
     from eagle3_train.ttt import TTTRollout
 
-    run = Run(config)
     accelerator, steps = run.accelerator, config.ttt.steps
     parts = load_parts(config, run)
     target, head = parts.target, parts.head
     rollout = TTTRollout(head, config.ttt.decay)
     rollout, optimizer = accelerator.prepare(rollout, make_optimizer(rollout.parameters(), config.optim))
-    rank, world = accelerator.process_index, accelerator.num_processes
-    batches = Batches(parts.train_rows, config.rows_per_batch, config.seed, rank, world)
+    ranks = accelerator.process_index, accelerator.num_processes
+    batches = Batches(parts.train_rows, config.rows_per_batch, config.seed, *ranks)
 
     checkpoints, state = Checkpoints(run.folder / "checkpoints", accelerator), RunState()
     if (latest := checkpoints.latest()) is not None:
         state, changes = checkpoints.load(latest, config, head.config)
         run.note(f"resumed at step {state.step} from {latest}" + "".join(f"\n  changed: {c}" for c in changes))
-    run.start(state, {"head": head.config, "parameters": sum(p.numel() for p in head.parameters())})
+    run.start(state, parts.record)
     progress = Progress(config.max_steps, state.step, config.log_every, enabled=run.is_main)
     autocast = torch.autocast(target.device.type, torch.bfloat16, enabled=config.autocast == "bfloat16")
-    tally, logged_tokens, tau = Tally(steps), state.tokens, None
+    # since the last record; seconds are of updates alone
+    tally, tokens, seconds, tau = Tally(steps), 0, 0.0, None
 
     for step in range(state.step, config.max_steps):
-        first = step * config.accumulation
+        began, first = time.monotonic(), step * config.accumulation
         micro = [batches.batch(first + i).to(target.device) for i in range(config.accumulation)]
-        counts = normalisers(micro, head.t2d, steps, accelerator)
+        counts, new_tokens = normalisers(micro, head.t2d, steps, accelerator)
         for i, batch in enumerate(micro):
             inputs = parts.features.prepare(batch, steps)
             with accelerator.no_sync(rollout) if i < len(micro) - 1 else nullcontext():
                 with autocast:
                     output = rollout(inputs, counts)
-                # the counts are global, so gradients must add up over ranks: undo the mean that DDP takes
-                accelerator.backward(output.loss * world)
-            tally.add_rates(inputs, output)
+                accelerator.backward(output.loss * run.loss_scale)
+            tally.add(inputs, output)
         grad_norm = accelerator.clip_grad_norm_(rollout.parameters(), config.optim.clip)
         lr = learning_rate(step, config.max_steps, config.optim)
         set_learning_rate(optimizer, lr)
         optimizer.step()
         optimizer.zero_grad()
 
+        seconds += time.monotonic() - began
         state.step = step + 1
-        tokens = sum(len(batch.ids) for batch in micro) * world
-        state.tokens += tokens
+        tokens, state.tokens = tokens + new_tokens, state.tokens + new_tokens
         at_end = state.step == config.max_steps
-        progress.update(state.step, tokens, loss=tally.rates()["loss"], tau=tau)
+        progress.update(state.step, new_tokens, loss=tally.rates()["loss"], tau=tau)
         if state.step % config.log_every == 0 or at_end:
-            speed = (state.tokens - logged_tokens) / run.seconds()
-            record = {"step": state.step, "tokens": state.tokens, **tally.rates(), "lr": lr}
-            run.log({**record, "grad_norm": float(grad_norm), "tokens_per_second": speed})
-            tally, logged_tokens = Tally(steps), state.tokens
+            record = {"step": state.step, "tokens": state.tokens, **over_ranks(tally, accelerator).rates()}
+            run.log({**record, "lr": lr, "grad_norm": grad_norm, "tokens_per_second": tokens / seconds})
+            tally, tokens, seconds = Tally(steps), 0, 0.0
         if state.step % config.eval_every == 0 or at_end:
             held_out = evaluate(parts, rollout, config, accelerator, autocast)
-            tau, rates = held_out.tau, held_out.rates()
-            run.log({"step": state.step, "split": "eval", "tokens": state.tokens, "tau": tau, **rates})
-            accepted = " ".join(f"{rate:.2f}" for rate in rates["accept"])
-            progress.note(f"step {state.step}: held-out tau {tau:.3f}  loss {rates['loss']:.3f}  accept {accepted}")
+            tau = held_out.tau
+            run.log({"step": state.step, "split": "eval", "tokens": state.tokens, **held_out.rates()})
+            progress.note(f"step {state.step}: held-out {held_out}")
             if tau > state.best_tau:
                 state.best_tau, state.best_step = tau, state.step
                 run.export("best", head, state)

@@ -109,6 +109,5 @@ def simulate(target: Target, head: Eagle3Head, batch: PackedBatch, steps: int) -
     inputs = Features(target, head, len(batch.ids)).prepare(batch, steps)
     output = TTTRollout(head)(inputs, torch.ones(steps))
     tally = Tally(steps)
-    tally.add_rates(inputs, output)
-    tally.add_walk(inputs, output)
+    tally.add(inputs, output)
     return tally, inputs, output

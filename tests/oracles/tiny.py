@@ -1,5 +1,6 @@
 """Tiny random targets of six families, in memory or on disk with a tokenizer and a chat template."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,10 +75,30 @@ def tiny_tokenizer() -> Any:
 
 
 def tiny_folder(folder: Path, family: str = "llama", seed: int = 0, **changes: Any) -> Path:
-    """A target on disk, as users have them: weights, config, tokenizer, chat template."""
+    """A target on disk, as users have them: weights, config, tokenizer, chat template, an lm_head of padded rows."""
     tokenizer = tiny_tokenizer()
     model = tiny_model(family, seed, eos_token_id=tokenizer.eos_token_id, **changes)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
+    with torch.no_grad():
+        model.get_output_embeddings().weight[len(tokenizer) :] = 0
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def tiny_chats(file: Path, folder: Path, count: int = 20, new_tokens: int = 24) -> Path:
+    """Chats of the target in `folder`: short prompts and its own greedy replies, as JSONL."""
+    target = Target.load(folder)
+    lines = []
+    for i in range(count):
+        messages = [{"role": "user", "content": f"{i * i} {chr(97 + i)}"}]
+        prompt = target.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        with target.stock() as model, torch.inference_mode():
+            out = model.generate(torch.tensor([prompt]), max_new_tokens=new_tokens, do_sample=False)
+        reply = out[0, len(prompt) :].tolist()
+        finished = reply[-1] in target.eos_ids
+        ids = reply[:-1] if finished else reply
+        messages.append({"role": "assistant", "content": target.tokenizer.decode(ids), "token_ids": ids})
+        lines.append(json.dumps({"messages": messages, "temperature": 0, "finished": finished}) + "\n")
+    file.write_text("".join(lines), encoding="utf-8")
+    return file

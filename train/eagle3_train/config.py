@@ -1,5 +1,6 @@
 """The trainer's settings: one default, in one place. YAML keys and dotted flags are these names."""
 
+import re
 from dataclasses import dataclass, field
 
 from eagle3.config import HeadOptions
@@ -133,6 +134,8 @@ class TrainConfig:
             _at_least("threads", self.threads, 1)
         if self.resume not in ("auto", "never"):
             raise ConfigError(f"resume is {self.resume!r}; use auto or never")
+        if not re.fullmatch(r"auto|(cpu|cuda|mps|xpu|npu)(:\d+)?", self.device):
+            raise ConfigError(f"device is {self.device!r}; use auto, cpu, cuda or cuda:0")
         if self.autocast not in ("bfloat16", "float32"):
             raise ConfigError(f"autocast is {self.autocast!r}; use bfloat16 or float32")
 

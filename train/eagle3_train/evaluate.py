@@ -1,6 +1,9 @@
 """Simulated tau: what the engine's chain would emit per round on replies that are known."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -29,6 +32,10 @@ class Tally:
             setattr(self, name, [0] * self.steps)
         self.loss, self.alpha = [0.0] * self.steps, [0.0] * self.steps
 
+    def add(self, inputs: TTTBatch, output: TTTOutput) -> None:
+        self.add_rates(inputs, output)
+        self.add_walk(inputs, output)
+
     def add_rates(self, inputs: TTTBatch, output: TTTOutput) -> None:
         """Count per-step accuracy against the teacher; a teacher's choice outside the draft vocabulary is a miss."""
         for k in range(self.steps):
@@ -50,7 +57,7 @@ class Tally:
             self.rounds += len(run)
             self.emitted += sum(run)
             for k in range(self.steps):
-                # a round of run length r accepted r - 1 drafts
+                # a run of r tokens is r - 1 drafts and the target's own; the reply's end cuts drafts off
                 self.offered[k] += len(run)
                 self.accepted[k] += sum(length > k + 1 for length in run)
 
@@ -59,27 +66,41 @@ class Tally:
         for other in others:
             for name, mine in vars(self).items():
                 theirs = getattr(other, name)
-                if name != "steps":
-                    setattr(
-                        self,
-                        name,
-                        [a + b for a, b in zip(mine, theirs, strict=True)] if isinstance(mine, list) else mine + theirs,
-                    )
+                if isinstance(mine, list):
+                    setattr(self, name, [a + b for a, b in zip(mine, theirs, strict=True)])
+                elif name != "steps":
+                    setattr(self, name, mine + theirs)
         return self
 
     @property
-    def tau(self) -> float | None:
-        """Tokens emitted per round, bonus included; None without a round."""
-        return self.emitted / self.rounds if self.rounds else None
+    def tau(self) -> float:
+        """Tokens emitted per round, bonus included; NaN without a round."""
+        return self.emitted / self.rounds if self.rounds else math.nan
 
-    def rates(self) -> dict[str, float | list[float]]:
-        """loss (per supervised row, summed over steps without decay), accept and alpha by level, coverage."""
+    def __str__(self) -> str:
+        rates = self.rates()
+        chain = " ".join(f"{rate:.2f}" for rate in rates["accept_chain"])
+        return f"tau {self.tau:.3f}  loss {rates['loss']:.3f}  accepted by level {chain}"
+
+    def rates(self) -> dict[str, Any]:
+        """The figures of a metrics record.
+
+        loss: per supervised row, summed over steps without decay. accept, alpha: by step, over all supervised rows,
+        whatever was drafted before. accept_chain: by level, share of rounds whose first drafts were all right up to
+        it; tau = 1 + their sum. coverage: share of the teacher's choices that the head could propose.
+        """
         return {
-            "loss": sum(x / max(n, 1) for x, n in zip(self.loss, self.counted, strict=True)),
-            "accept": [r / max(n, 1) for r, n in zip(self.right, self.counted, strict=True)],
-            "alpha": [a / max(n, 1) for a, n in zip(self.alpha, self.counted, strict=True)],
+            "loss": sum(_shares(self.loss, self.counted)),
+            "tau": self.tau,
+            "accept": _shares(self.right, self.counted),
+            "accept_chain": _shares(self.accepted, self.offered),
+            "alpha": _shares(self.alpha, self.counted),
             "coverage": self.in_vocab / max(self.rows, 1),
         }
+
+
+def _shares(parts: Sequence[float], wholes: Sequence[int]) -> list[float]:
+    return [part / max(whole, 1) for part, whole in zip(parts, wholes, strict=True)]
 
 
 def walk(hits: Tensor) -> list[int]:

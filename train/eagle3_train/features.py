@@ -27,7 +27,11 @@ class Features:
         self.target, self.head = target, head
         self.capture = Capture(target, head.capture_layers, max_rows)
         self._kept: dict[bytes, tuple[Tensor, ...]] | None = {} if keep else None
-        self.draft_ids = head.to_target(torch.arange(head.draft_vocab_size, device=head.d2t.device))
+
+    @property
+    def draft_ids(self) -> Tensor:
+        """Target ids of the draft vocabulary [Vd]; not stored, as a resumed run loads its map after this is made."""
+        return self.head.to_target(torch.arange(self.head.draft_vocab_size, device=self.head.d2t.device))
 
     @torch.no_grad()
     def prepare(self, batch: PackedBatch, steps: int) -> TTTBatch:
@@ -48,9 +52,17 @@ class Features:
 
     def _run(self, batch: PackedBatch, mask: Tensor) -> tuple[Tensor, ...]:
         """Features [T, F]; of the teacher's positions: last hidden states [R, H], log-sum-exp [R], argmax [R]."""
-        with self.capture.rows(len(batch.ids)):
-            hidden = self.target.hidden(batch.ids, batch.positions, DenseCausal(batch.lengths))
-        features = self.capture.features.clone()
+        if self._kept is None:
+            return self._forward(batch.ids, batch.positions, batch.lengths, mask)
+        # one document at a time: what is kept must not depend, not by an ulp, on the batch that it was made in
+        columns = zip(*(x.split(batch.lengths) for x in (batch.ids, batch.positions, mask)), strict=True)
+        parts = [self._forward(ids, positions, [len(ids)], part) for ids, positions, part in columns]
+        self._kept.update(zip(_keys(batch, mask), parts, strict=True))
+        return tuple(torch.cat(column) for column in zip(*parts, strict=True))
+
+    def _forward(self, ids: Tensor, positions: Tensor, lengths: list[int], mask: Tensor) -> tuple[Tensor, ...]:
+        with self.capture.rows(len(ids)):
+            hidden = self.target.hidden(ids, positions, DenseCausal(lengths))
         # row t's teacher speaks at t + 1; a supervised row is never the last
         hidden = hidden[mask.nonzero().flatten() + 1]
         lse = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
@@ -59,13 +71,7 @@ class Features:
             at = slice(start, start + TEACHER_CHUNK)
             full = self.target.logits(hidden[at]).float()
             lse[at], argmax[at] = full.logsumexp(-1), full.argmax(-1)
-        if self._kept is not None:
-            counts = [int(part.sum()) for part in mask.split(batch.lengths)]
-            columns = (hidden.split(counts), lse.split(counts), argmax.split(counts))
-            parts = zip(features.split(batch.lengths), *columns, strict=True)
-            for key, part in zip(_keys(batch, mask), parts, strict=True):
-                self._kept[key] = tuple(x.clone() for x in part)
-        return features, hidden, lse, argmax
+        return self.capture.features.clone(), hidden, lse, argmax
 
     def _recall(self, batch: PackedBatch, mask: Tensor) -> tuple[Tensor, ...] | None:
         if self._kept is None:

@@ -1,6 +1,6 @@
 """What surrounds the training loop: opening a run, loading its parts, evaluating, exporting. Knows no rollout."""
 
-import time
+import tempfile
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,9 @@ from eagle3.heads.eagle3 import Eagle3Head, head_config
 from eagle3.target import Target
 from eagle3.vocab import build_vocab_map
 from eagle3_train.batches import PackedBatch, sequential_batches, supervised
+from eagle3_train.chats import read_chats
 from eagle3_train.config import TrainConfig
-from eagle3_train.data import load_data, token_counts
+from eagle3_train.data import DataReport, load_data, token_counts
 from eagle3_train.evaluate import Tally
 from eagle3_train.features import Features, check_memory
 from eagle3_train.render import ChatRenderer
@@ -36,27 +37,51 @@ class Parts:
     features: Features
     train_rows: Dataset
     eval_rows: Dataset
+    report: DataReport
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What run.json says of them."""
+        count = sum(p.numel() for p in self.head.parameters())
+        return {"head": self.head.config, "parameters": count, "data": self.report.as_dict()}
 
 
 class Run:
-    """A run's folder, accelerator and records; only the main process writes."""
+    """A run's folder, accelerator and records; only the main process writes. Leaving its block closes them all."""
 
     def __init__(self, config: TrainConfig):
         self.config, self.folder = config, Path(config.output)
-        if self.folder.exists() and not self.folder.is_dir():
-            raise ConfigError(f"output {config.output!r} is a file; give a folder")
+        _check_output(self.folder)
         if config.resume == "never" and any(self.folder.glob("checkpoints/step-*")):
             raise ConfigError(f"output {config.output!r} holds a run and resume is never; give another folder")
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         self.trackers = Trackers(config.log_with, self.folder / "tracking", config.project)
         self.accelerator = Accelerator(
-            cpu=config.device == "cpu", log_with=self.trackers.names or None, project_dir=str(self.folder)
+            cpu=config.device == "cpu",
+            # `autocast` is the one setting of precision, whatever `accelerate config` says
+            mixed_precision="no",
+            log_with=[*self.trackers.names] or None,
+            project_dir=str(self.folder),
         )
         self.is_main = self.accelerator.is_main_process
         self.metrics: MetricsLog | None = None
         self.record: RunRecord | None = None
-        self._since = time.monotonic()
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *_error) -> None:
+        if self.metrics is not None:
+            self.metrics.close()
+        self.trackers.finish()
+        # a rank that ends with its group open may abort, and hide its exit code
+        self.accelerator.state.destroy_process_group()
+
+    @property
+    def loss_scale(self) -> int:
+        """Undoes the mean over ranks that DDP takes and accelerate's own division: the loss is already global."""
+        return self.accelerator.num_processes * self.accelerator.gradient_accumulation_steps
 
     def note(self, text: str) -> None:
         if self.is_main:
@@ -77,12 +102,6 @@ class Run:
             self.metrics.write(record)
         self.trackers.log(record)
 
-    def seconds(self) -> float:
-        """Since the last call."""
-        now = time.monotonic()
-        since, self._since = now - self._since, now
-        return since
-
     def export(self, name: str, head: Eagle3Head, state: RunState) -> None:
         """Write the head's folder, ready for the runtime, with the record of how it was made."""
         if self.record is None:
@@ -92,11 +111,20 @@ class Run:
         write_json(folder / "run.json", {**self.record.record, **results})
 
     def finish(self, state: RunState) -> None:
-        if self.record is not None and self.metrics is not None:
+        if self.record is not None:
             self.record.finish(step=state.step, tokens=state.tokens, best_tau=state.best_tau, best_step=state.best_step)
-            self.metrics.close()
-        self.trackers.finish()
         self.note(f"best held-out tau {state.best_tau:.3f} at step {state.best_step}: {self.folder / 'best'}")
+
+
+def _check_output(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"output {str(folder)!r} is a file; give a folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"output {str(folder)!r} cannot be written: {error.strerror}; give another folder") from error
 
 
 def load_parts(config: TrainConfig, run: Run) -> Parts:
@@ -107,6 +135,9 @@ def load_parts(config: TrainConfig, run: Run) -> Parts:
     """
     if not config.data.files:
         raise DataError("no data files given: set data.files to JSONL files of `messages`")
+    for file in config.data.files:
+        # a wrong path or format shows before a large target is loaded
+        next(read_chats([file]), None)
     device = str(run.accelerator.device) if config.device == "auto" else config.device
     target = Target.load(config.target, config.dtype, device)
     if config.data.max_length > target.max_positions:
@@ -119,6 +150,8 @@ def load_parts(config: TrainConfig, run: Run) -> Parts:
     )
     run.note(str(report))
     head = _load_head(config, target, train_rows)
+    if config.init_head is not None:
+        run.note(f"warm start from {config.init_head}: its architecture and vocabulary map are kept")
     longest = max(_longest(train_rows), _longest(eval_rows)) * config.rows_per_batch
     if config.keep_features:
         needed = check_memory(report.tokens, report.supervised_tokens, target, len(head.capture_layers))
@@ -127,7 +160,7 @@ def load_parts(config: TrainConfig, run: Run) -> Parts:
     first = torch.tensor(train_rows[0]["input_ids"], device=target.device)
     with torch.no_grad():
         target.check_teacher(first, torch.arange(len(first), device=target.device))
-    return Parts(target, head, features, train_rows, eval_rows)
+    return Parts(target, head, features, train_rows, eval_rows, report)
 
 
 def _load_head(config: TrainConfig, target: Target, train_rows: Dataset) -> Eagle3Head:
@@ -149,13 +182,21 @@ def _longest(rows: Dataset) -> int:
     return max((len(ids) for ids in rows["input_ids"]), default=0)
 
 
-def normalisers(micro: list[PackedBatch], t2d: Tensor, steps: int, accelerator: Accelerator) -> Tensor:
-    """N_k of the whole optimizer step: fp32 [steps], counted from masks over micro-batches and ranks."""
-    counts = torch.zeros(steps, dtype=torch.float32, device=t2d.device)
+def normalisers(micro: list[PackedBatch], t2d: Tensor, steps: int, accelerator: Accelerator) -> tuple[Tensor, int]:
+    """(N_k fp32 [steps], tokens) of the whole optimizer step: all micro-batches, all ranks; from masks alone."""
+    counts = torch.zeros(steps + 1, dtype=torch.float32, device=t2d.device)
     for batch in micro:
         rows = supervised(batch.span_ids, 0).nonzero().flatten()
-        counts += counted_rows(batch, rows, t2d, steps)[0].sum(1)
-    return accelerator.reduce(counts, reduction="sum")
+        counts[:steps] += counted_rows(batch, rows, t2d, steps)[0].sum(1)
+        counts[steps] += len(batch.ids)
+    total = accelerator.reduce(counts, reduction="sum")
+    assert isinstance(total, Tensor)
+    return total[:steps], int(total[steps])
+
+
+def over_ranks(tally: Tally, accelerator: Accelerator) -> Tally:
+    """The sum of all ranks' tallies, on every rank."""
+    return tally if accelerator.num_processes == 1 else Tally(tally.steps).merge(gather_object([tally]))
 
 
 @torch.no_grad()
@@ -171,9 +212,5 @@ def evaluate(parts: Parts, rollout: nn.Module, config: TrainConfig, accelerator:
         inputs = parts.features.prepare(batch.to(parts.target.device), steps)
         with autocast:
             output = inner(inputs, ones)
-        tally.add_rates(inputs, output)
-        tally.add_walk(inputs, output)
-    if world > 1:
-        everyone = gather_object([tally])
-        tally = Tally(steps).merge(everyone)
-    return tally
+        tally.add(inputs, output)
+    return over_ranks(tally, accelerator)

@@ -15,6 +15,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterable
+from dataclasses import is_dataclass
 from datetime import UTC, datetime
 from importlib import metadata, util
 from pathlib import Path
@@ -33,11 +34,13 @@ def write_json(path: Path | str, value: Any) -> None:
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON holds it: tensors as numbers, paths as strings, NaN and infinity as null."""
+    """The value as JSON holds it: dataclasses as objects, tensors as numbers, NaN and infinity as null."""
     if isinstance(value, dict):
         return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [plain(v) for v in value]
+    if is_dataclass(value):
+        return plain(vars(value))
     if hasattr(value, "tolist"):
         return plain(value.tolist())
     if isinstance(value, float):

@@ -1,0 +1,358 @@
+"""train_draft.py end to end on a tiny target on disk: records, resuming after a kill, warm start, features, ranks."""
+
+import json
+import os
+import runpy
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from eagle3.checkpoint.reference import load_head
+from eagle3.target import Target
+from eagle3_train import run as run_module
+from oracles.tiny import tiny_chats, tiny_folder
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "train/train_draft.py"
+ENV = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONPATH": os.pathsep.join(str(ROOT / p) for p in (".", "kernels", "infer", "train")),
+}
+pytestmark = pytest.mark.filterwarnings("ignore:only .* distinct tokens")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A folder with `target` and `chats.jsonl`."""
+    folder = tmp_path_factory.mktemp("made")
+    tiny_folder(folder / "target")
+    tiny_chats(folder / "chats.jsonl", folder / "target")
+    return folder
+
+
+def arguments(made, output, **changes):
+    settings = {
+        "target": made / "target",
+        "output": output,
+        "data.files": f"[{made / 'chats.jsonl'}]",
+        "data.eval_rows": 4,
+        "head.draft_vocab_size": 100,
+        "ttt.steps": 3,
+        "optim.lr": 3e-3,
+        "autocast": "float32",
+        "rows_per_batch": 4,
+        "max_steps": 20,
+        "eval_every": 10,
+        "save_every": 5,
+        "log_every": 1,
+        "threads": 1,
+        "device": "cpu",
+        **{name.replace("__", "."): value for name, value in changes.items()},
+    }
+    return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+
+
+def train(made, output, **changes):
+    """Run in this process; the folder of the run."""
+    main = runpy.run_path(str(SCRIPT))["main"]
+    assert main(arguments(made, output, **changes)) == 0
+    return Path(output)
+
+
+def metrics(run, split=None):
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [r for r in map(json.loads, lines) if r.get("split") == split]
+
+
+def losses(run):
+    """Every figure of every record but the speed."""
+    return [{k: v for k, v in r.items() if k != "tokens_per_second"} for s in (None, "eval") for r in metrics(run, s)]
+
+
+def weights(run, name="last"):
+    return load_file(run / name / "model.safetensors")
+
+
+def final(run):
+    """fp32 weights of the last checkpoint."""
+    return load_file(max((run / "checkpoints").glob("step-*")) / "model.safetensors")
+
+
+def check_equal(found, wanted, tolerance=0.0):
+    assert found.keys() == wanted.keys()
+    for name, x in wanted.items():
+        torch.testing.assert_close(found[name], x, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.fixture(scope="module")
+def whole(made, tmp_path_factory):
+    """The uninterrupted run of 20 steps that others are compared with."""
+    return train(made, tmp_path_factory.mktemp("whole") / "run")
+
+
+def test_records_of_a_run(whole, made):
+    """Scripts that read metrics.jsonl and run.json; a head folder that the runtime cannot load."""
+    rows = metrics(whole)
+    assert [r["step"] for r in rows] == list(range(1, 21))
+    common = {"step", "tokens", "loss", "tau", "accept", "accept_chain", "alpha", "coverage"}
+    assert all(r.keys() == common | {"lr", "grad_norm", "tokens_per_second"} for r in rows)
+    held_out = metrics(whole, "eval")
+    assert [r["step"] for r in held_out] == [10, 20]
+    assert all(r.keys() == common | {"split"} for r in held_out)
+    assert all(len(r["accept"]) == len(r["alpha"]) == 3 for r in rows + held_out)
+    assert all(0 < r["coverage"] <= 1 and r["tau"] >= 1 for r in rows + held_out)
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    assert rows[-1]["tokens"] == sum(t for t in batch_tokens(made))
+    record = json.loads((whole / "run.json").read_text())
+    assert {"argv", "versions", "git", "seeds", "hardware", "started", "ended", "seconds"} <= record.keys()
+    assert record["config"]["optim"]["lr"] == 3e-3
+    assert record["head"]["draft_vocab_size"] == 100
+    assert record["data"]["eval_rows"] == 4
+    assert record["step"] == 20
+    assert record["best_tau"] == max(r["tau"] for r in held_out)
+    head = load_head(whole / "best", Target.load(made / "target"))
+    assert head.config.trained_length == 512
+    assert json.loads((whole / "best/run.json").read_text())["best_step"] == record["best_step"]
+
+
+def batch_tokens(made):
+    """Tokens of 20 batches of 4 of the 16 training rows: five epochs of all of them."""
+    record = json.loads((made / "chats.jsonl").read_text().splitlines()[0])
+    assert record["temperature"] == 0
+    from eagle3_train.data import load_data
+    from eagle3_train.render import ChatRenderer
+
+    target = Target.load(made / "target")
+    rows, _, _ = load_data([str(made / "chats.jsonl")], ChatRenderer(target.tokenizer, target.eos_ids), 512, 0.0, 4)
+    return [len(ids) for ids in rows["input_ids"]] * 5
+
+
+def test_the_weights_move_and_stay_fp32(whole):
+    """bf16 weights stop moving at small learning rates: a norm's weight would still be exactly 1."""
+    state = final(whole)
+    assert all(x.dtype == torch.float32 for x in state.values() if x.is_floating_point())
+    norm = state["head.midlayer.hidden_norm.weight"]
+    assert ((norm - 1).abs() > 1e-6).all()
+    assert (norm != norm.bfloat16()).any()
+
+
+def test_best_is_the_step_of_highest_tau(made, tmp_path, monkeypatch):
+    """Chosen by loss, or the last one: the exported head is that of the evaluation with the highest tau."""
+    script, evaluation = iter([1.2, 1.6, 1.6, 1.4]), run_module.evaluate
+
+    def scripted(*args):
+        tally = evaluation(*args)
+        tally.rounds, tally.emitted = 10, round(10 * next(script))
+        return tally
+
+    monkeypatch.setattr(run_module, "evaluate", scripted)
+    main = runpy.run_path(str(SCRIPT))["main"]
+    run = tmp_path / "run"
+    settings = {"max_steps": 8, "eval_every": 2, "save_every": 4, "log_every": 100}
+    assert main(arguments(made, run, **settings)) == 0
+    heads = json.loads((run / "run.json").read_text())
+    assert (heads["best_tau"], heads["best_step"]) == (1.6, 4)
+    checkpoint = load_file(run / "checkpoints/step-00000004/model.safetensors")
+    best = weights(run, "best")
+    for name in ("fc.weight", "lm_head.weight", "norm.weight"):
+        assert torch.equal(best[name], checkpoint[f"head.{name}"].bfloat16())
+
+
+def test_killed_and_resumed_is_bit_equal(made, whole, tmp_path):
+    """Optimiser, data order, schedule or records that do not survive SIGKILL: 10 + kill + 10 must equal 20."""
+    run = tmp_path / "run"
+    # 5 ms of looking every few steps is enough; a later checkpoint only moves where the run goes on
+    process = subprocess.Popen([sys.executable, SCRIPT, *arguments(made, run)], env=ENV, stderr=subprocess.PIPE)
+    try:
+        deadline = time.monotonic() + 120
+        while not (run / "checkpoints/step-00000010/progress.json").exists():
+            assert process.poll() is None, process.stderr.read().decode() if process.stderr else ""
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+    finally:
+        process.kill()
+        process.communicate()
+    assert not (run / "last").exists(), "the kill came too late to test anything"
+    # what a kill during a save leaves behind
+    shutil.copytree(run / "checkpoints/step-00000010", run / "checkpoints/.step-00000015.part")
+    (run / "checkpoints/step-00000016").mkdir()
+    shutil.copy(run / "checkpoints/step-00000010/model.safetensors", run / "checkpoints/step-00000016")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 19, "loss": 1')
+    train(made, run)
+    assert losses(run) == losses(whole)
+    check_equal(final(run), final(whole))
+    check_equal(weights(run, "best"), weights(whole, "best"))
+    record = json.loads((run / "run.json").read_text())
+    assert record["resumed_from_step"] in (10, 15)
+    assert len(record["previous"]) == 1
+
+
+def test_resume_takes_the_map_of_the_checkpoint(made, tmp_path):
+    """Weights of one vocabulary with the map, or the teacher, of another: data that changed changes the counts."""
+    run = train(made, tmp_path / "run", max_steps=10)
+    wanted = final(run)["head.d2t"]
+    chats = [json.loads(line) for line in (made / "chats.jsonl").read_text().splitlines()]
+    for chat in chats:
+        chat["messages"][1]["token_ids"] = [255 - i if i < 256 else i for i in chat["messages"][1]["token_ids"]]
+    changed = tmp_path / "changed.jsonl"
+    changed.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    fresh = train(made, tmp_path / "fresh", data__files=f"[{changed}]", max_steps=1)
+    assert not torch.equal(final(fresh)["head.d2t"], wanted), "the test needs data with another map"
+
+    seen = []
+    from eagle3_train.ttt import TTTRollout
+
+    forward = TTTRollout.forward
+
+    def spy(self, inputs, counts):
+        ids = self.head.to_target(torch.arange(self.head.draft_vocab_size))
+        inside = inputs.teacher.in_vocab
+        # where the head can propose the teacher's choice, it is the largest of the teacher's draft-vocab logits
+        chosen = ids[inputs.teacher.logits[inside].argmax(-1)]
+        seen.append(torch.equal(chosen, inputs.teacher.argmax[inside]))
+        return forward(self, inputs, counts)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TTTRollout, "forward", spy)
+        train(made, run, data__files=f"[{changed}]")
+    assert torch.equal(final(run)["head.d2t"], wanted)
+    assert torch.equal(weights(run)["d2t"], wanted)
+    assert seen, "nothing was trained"
+    assert all(seen), "the teacher's logits are those of the changed data's map"
+
+
+def test_a_finished_run_is_left_as_it_is(made, whole):
+    """The same command again trains further, or loses the records."""
+    before, state = losses(whole), final(whole)
+    train(made, whole)
+    assert losses(whole) == before
+    check_equal(final(whole), state)
+
+
+def test_warm_start_keeps_the_map(made, whole, tmp_path):
+    """Weights of another vocabulary order; a start in bf16."""
+    run = train(made, tmp_path / "run", init_head=whole / "best", max_steps=2, head__draft_vocab_size=50)
+    assert torch.equal(weights(run)["d2t"], weights(whole, "best")["d2t"])
+    assert metrics(run)[0]["loss"] < metrics(whole)[0]["loss"] - 0.1
+    assert all(x.dtype == torch.float32 for x in final(run).values() if x.is_floating_point())
+
+
+def test_keeping_features_changes_nothing(made, whole, tmp_path):
+    """Features of another document; a resumed run that makes them in other batches (hence bit by bit)."""
+    kept = train(made, tmp_path / "kept", keep_features=True)
+    for found, wanted in zip(losses(kept), losses(whole), strict=True):
+        assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-4)
+    part = train(made, tmp_path / "part", keep_features=True, max_steps=20, save_every=10)
+    shutil.rmtree(part / "checkpoints/step-00000020")
+    train(made, part, keep_features=True)
+    assert losses(part) == losses(kept)
+
+
+@pytest.mark.parametrize("rows, accumulation", [(1, 4), (2, 2)])
+def test_accumulation_changes_nothing(made, whole, tmp_path, rows, accumulation):
+    """A mean over micro-batches; N_k of the micro-batch alone; accelerate's own division added."""
+    run = train(made, tmp_path / "run", rows_per_batch=rows, accumulation=accumulation, max_steps=20, eval_every=20)
+    for found, wanted in zip(metrics(run), metrics(whole), strict=True):
+        assert found["loss"] == pytest.approx(wanted["loss"], rel=2e-3)
+    first, wanted = metrics(run)[0], metrics(whole)[0]
+    for name in ("loss", "grad_norm", "alpha", "coverage"):
+        assert first[name] == pytest.approx(wanted[name], rel=1e-5)
+
+
+def test_accelerates_own_settings_change_nothing(made, whole, tmp_path, monkeypatch):
+    """`accelerate config` may have asked for accumulation or fp16: our settings are the only ones."""
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    run = train(made, tmp_path / "run", max_steps=3)
+    schedule_free = [{k: v for k, v in r.items() if k != "lr"} for r in losses(run)[:1]]
+    assert schedule_free == [{k: v for k, v in r.items() if k != "lr"} for r in losses(whole)[:1]]
+
+
+def test_bf16_autocast_trains(made, tmp_path):
+    """The default precision: gradients, optimiser state and saved weights stay fp32."""
+    run = train(made, tmp_path / "run", autocast="bfloat16", eval_every=20)
+    rows = metrics(run)
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    assert all(x.dtype == torch.float32 for x in final(run).values() if x.is_floating_point())
+
+
+@pytest.mark.parametrize("options", [{"num_layers": 2, "fc_norm": True}, {"hidden_size": 32, "head_dim": 16}])
+def test_other_heads_train_and_load(made, tmp_path, options):
+    """An option that the trainer, the optimiser or the checkpoint does not know."""
+    run = train(made, tmp_path / "run", max_steps=6, eval_every=6, **{f"head__{k}": v for k, v in options.items()})
+    assert metrics(run)[-1]["loss"] < metrics(run)[0]["loss"]
+    assert load_head(run / "best", Target.load(made / "target")).config.num_layers == options.get("num_layers", 1)
+
+
+def test_wandb_offline(made, tmp_path, monkeypatch):
+    """A tracker without network or login; the run id that a resumed run must go on with."""
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run = train(made, tmp_path / "run", log_with="[wandb]", max_steps=4, save_every=2, eval_every=4)
+    folders = list((run / "tracking/wandb").glob("offline-run-*"))
+    assert len(folders) == 1
+    progress = json.loads((run / "checkpoints/step-00000004/progress.json").read_text())
+    run_id = progress["state"]["tracker"]["run_id"]
+    assert folders[0].name.endswith(run_id)
+    train(made, run, log_with="[wandb]", max_steps=6, save_every=2, eval_every=6)
+    progress = json.loads((run / "checkpoints/step-00000006/progress.json").read_text())
+    assert progress["state"]["tracker"]["run_id"] == run_id
+
+
+def launch(*command, **env):
+    return subprocess.run(
+        [sys.executable, "-m", *command], env={**ENV, **env}, capture_output=True, text=True, timeout=300
+    )
+
+
+def test_accelerate_launch(made, whole, tmp_path):
+    """The documented command, from a YAML config: the same run as in this process."""
+    config = tmp_path / "config.yaml"
+    words = arguments(made, tmp_path / "run", max_steps=3)
+    pairs = list(zip(words[::2], words[1::2], strict=True))
+    config.write_text("".join(f"{name[2:]}: {value}\n" for name, value in pairs if "." not in name))
+    dotted = [word for pair in pairs if "." in pair[0] for word in pair]
+    command = ["accelerate.commands.accelerate_cli", "launch", "--cpu", "--num_processes", "1", "--num_machines", "1"]
+    command += ["--mixed_precision", "no", "--dynamo_backend", "no", SCRIPT, "--config", config]
+    done = launch(*command, *dotted)
+    assert done.returncode == 0, done.stderr
+    assert metrics(tmp_path / "run")[0]["loss"] == metrics(whole)[0]["loss"]
+    assert "held-out tau" in done.stderr
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def test_two_ranks_equal_one_process(made, tmp_path):
+    """A mean over ranks, N_k of one rank, unequal batches, or evaluation of half the rows."""
+    one = train(made, tmp_path / "one", rows_per_batch=4, max_steps=3, eval_every=3)
+    # `accelerate launch --cpu` starts several processes through MPI only; torch's launcher needs none
+    words = arguments(made, tmp_path / "two", rows_per_batch=2, max_steps=3, eval_every=3)
+    command = ["torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port()), SCRIPT]
+    done = launch(*command, *words, ACCELERATE_USE_CPU="true")
+    assert done.returncode == 0, done.stderr
+    two = tmp_path / "two"
+    for found, wanted in zip(metrics(two), metrics(one), strict=True):
+        for name in ("loss", "grad_norm", "tokens", "coverage"):
+            assert found[name] == pytest.approx(wanted[name], rel=1e-4)
+    check_equal(final(two), final(one), tolerance=1e-4)
+    found, wanted = metrics(two, "eval")[0], metrics(one, "eval")[0]
+    assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-4)
+    assert found["tau"] == pytest.approx(wanted["tau"])
+    assert found["tokens"] == wanted["tokens"]
