@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from eagle3.errors import ConfigError
+from eagle3.errors import ConfigError, Eagle3Error
 from eagle3.heads.eagle3 import Eagle3Head
 from eagle3.target import Target
 from eagle3_infer.config import EngineConfig, TreeConfig
@@ -66,6 +66,7 @@ class Engine:
             on_result: called with (index, result) as each request finishes.
         Raises:
             ConfigError: a request that the target or the pools cannot hold.
+            Eagle3Error: logits that are not finite.
         """
         requests = list(requests)
         for request in requests:
@@ -78,6 +79,8 @@ class Engine:
                     results[done.number] = done.result()
                     if on_result is not None:
                         on_result(done.number, results[done.number])
+        except FloatingPointError as error:
+            raise Eagle3Error(str(error)) from error
         finally:
             self._reset()
         return [results[number] for number in range(len(requests))]

@@ -25,7 +25,8 @@ class Divergence:
     Args:
         kind: numeric or bug.
         position: index into the outputs; tokens there are None where an output had already ended.
-        exact_plain, exact_tree: what fp32 decides after the common prefix, plainly and through the trees.
+        exact_plain, exact_tree: what fp32 decides after the common prefix, plainly and through the trees; None where
+            it did not get there.
         gap: lead of the chosen token over the runner-up in the low-precision logits, noise included.
     """
 
@@ -67,22 +68,26 @@ class Replay:
             return Divergence("bug", at, *tokens, None, None, None)
         prefix = tuple(reference[:at])
         plain, drafted = self._plain(request, prefix), self._through_trees(request, prefix, tree)
-        kind = "numeric" if plain == drafted else "bug"
+        kind = "numeric" if plain is not None and plain == drafted else "bug"
         return Divergence(kind, at, *tokens, plain, drafted, self._gap(request, prefix))
 
-    def _plain(self, request: Request, prefix: tuple[int, ...]) -> int:
+    def _plain(self, request: Request, prefix: tuple[int, ...]) -> int | None:
         """fp32's decision after the prefix by a bare root."""
         known, forced = list(request.prompt_ids) + list(prefix[:-1]), prefix[-1:]
         return self._decide(replace(request, prompt_ids=known), forced, None)
 
-    def _through_trees(self, request: Request, prefix: tuple[int, ...], tree: TreeConfig | None) -> int:
+    def _through_trees(self, request: Request, prefix: tuple[int, ...], tree: TreeConfig | None) -> int | None:
         """fp32's decision after the prefix, every round of it replayed."""
         return self._decide(request, prefix, tree)
 
-    def _decide(self, request: Request, forced: tuple[int, ...], tree: TreeConfig | None) -> int:
+    def _decide(self, request: Request, forced: tuple[int, ...], tree: TreeConfig | None) -> int | None:
+        """The token after the forced ones; None if the engine could not even emit those."""
         target, head = self._exact_models()
-        asked = replace(request, forced=forced, max_new_tokens=len(forced) + 1, eos_ids=(), stop=())
-        return Engine(target, head, tree).generate_one(asked).token_ids[-1]
+        # as far ahead as the original drafted at this token, and no further
+        limit = min(request.max_new_tokens, len(forced) + 1 + (tree.depth if tree else 0))
+        asked = replace(request, forced=forced, max_new_tokens=limit, eos_ids=(), stop=())
+        tokens = Engine(target, head, tree).generate_one(asked).token_ids
+        return tokens[len(forced)] if tuple(tokens[: len(forced)]) == forced else None
 
     def _gap(self, request: Request, prefix: tuple[int, ...]) -> float:
         ids = torch.tensor([*request.prompt_ids, *prefix], device=self.target.device)

@@ -27,6 +27,13 @@ def shifted_target(family: str = "llama", seed: int = 0, **changes: Any) -> Targ
     return Target(model)
 
 
+def lower(model: Any, dtype: torch.dtype) -> Any:
+    """Parameters in `dtype`, buffers (rotary tables) as they are: how transformers loads a checkpoint."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
 def random_head(target: Target, draft_vocab_size: int | None = None, seed: int = 0) -> Eagle3Head:
     """An untrained head; with a draft vocabulary, one of random ids in random order."""
     if draft_vocab_size is None:

@@ -1,0 +1,235 @@
+"""Requests from the outside: limits, stops inside runs, errors, reuse, and counts that add up."""
+
+import itertools
+
+import pytest
+import torch
+
+from eagle3.errors import CheckpointError, ConfigError, Eagle3Error
+from eagle3.target import Target
+from eagle3_infer.config import EngineConfig, SamplingConfig, TreeConfig
+from eagle3_infer.engine import Engine, Request
+from eagle3_infer.kv import KVPool
+from eagle3_infer.metrics import path_conflict
+from eagle3_infer.request import STAGES
+from oracles.invariants import CheckedEngine, KnowingHead, lower, random_head, shifted_target
+from oracles.overfit import greedy, random_prompts
+from oracles.tiny import tiny_model, tiny_tokenizer
+
+TREE = TreeConfig(depth=4, top_k=3, nodes=12)
+
+
+class World:
+    """A target, one prompt, its greedy reply, and a head that knows most of it."""
+
+    def __init__(self, new: int = 24):
+        self.target = shifted_target("llama")
+        self.prompt = random_prompts(self.target, 1)[0]
+        self.reply = greedy(self.target, self.prompt, new)
+        self.head = KnowingHead(random_head(self.target), self.prompt + self.reply, share=0.8)
+
+    def engines(self) -> list[Engine]:
+        trees = (None, TreeConfig.chain(3), TREE)
+        return [CheckedEngine(self.target, self.head if tree else None, tree) for tree in trees]
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return World()
+
+
+def test_every_limit_is_exact(world):
+    for engine in world.engines():
+        for limit in range(1, 20):
+            result = engine.generate_one(Request(world.prompt, max_new_tokens=limit))
+            assert result.token_ids == world.reply[:limit]
+            assert result.finish_reason == "length"
+            assert 1 + sum(result.run_lengths) == limit
+            assert result.rounds == len(result.run_lengths)
+
+
+def test_one_new_token_needs_no_round(world):
+    for engine in world.engines():
+        result = engine.generate_one(Request(world.prompt, max_new_tokens=1))
+        assert (result.rounds, result.run_lengths, result.nodes, result.offered_by_level) == (0, [], 0, [])
+
+
+def test_eos_at_every_place_of_a_run(world):
+    for engine in world.engines():
+        for token in dict.fromkeys(world.reply):
+            at = world.reply.index(token)
+            result = engine.generate_one(Request(world.prompt, max_new_tokens=24, eos_ids=(299, token)))
+            assert result.token_ids == world.reply[: at + 1]
+            assert result.finish_reason == ("eos" if token in world.reply else "length")
+            assert 1 + sum(result.run_lengths) == at + 1
+
+
+def test_prompt_of_one_token(world):
+    expected = greedy(world.target, [7], 10)
+    for engine in world.engines():
+        assert engine.generate_one(Request([7], max_new_tokens=10)).token_ids == expected
+
+
+@pytest.mark.parametrize("stop_at", [3, 4, 9, 17])
+def test_stop_strings_span_tokens(stop_at):
+    """The text of three tokens in the middle stops the output at the third, in every mode."""
+    tokenizer = tiny_tokenizer()
+    target = Target(tiny_model("llama", vocab_size=len(tokenizer)), tokenizer)
+    prompt = tokenizer("tell me")["input_ids"]
+    reply = greedy(target, prompt, 24)
+    head = KnowingHead(random_head(target), prompt + reply, share=0.9)
+    stop = tokenizer.decode(reply[stop_at - 2 : stop_at + 1])
+    first = next(n for n in range(1, 25) if stop in tokenizer.decode(reply[:n]))
+    for tree in (None, TreeConfig.chain(4), TREE):
+        engine = Engine(target, head if tree else None, tree)
+        result = engine.generate_one(Request(prompt, max_new_tokens=24, stop=("never there", stop), eos_ids=()))
+        assert result.token_ids == reply[:first]
+        assert result.finish_reason == "stop"
+
+
+def test_results_keep_the_order_and_are_announced(world):
+    requests = [Request(world.prompt, max_new_tokens=n, prompt_id=n) for n in (20, 3, 9, 1, 6)]
+    announced = []
+    engine = CheckedEngine(world.target, world.head, TREE, EngineConfig(slots=2))
+    results = engine.generate(requests, on_result=lambda i, result: announced.append((i, len(result.token_ids))))
+    assert [len(r.token_ids) for r in results] == [20, 3, 9, 1, 6]
+    assert sorted(announced) == [(0, 20), (1, 3), (2, 9), (3, 1), (4, 6)]
+    assert announced[0] != (0, 20)
+    assert engine.generate([]) == []
+
+
+def test_an_engine_is_as_new_after_each_run_and_after_an_error(world):
+    other = random_prompts(world.target, 5)[-1]
+    fresh = Engine(world.target, world.head, TREE).generate_one(Request(other, max_new_tokens=12))
+    engine = Engine(world.target, world.head, TREE, EngineConfig(slots=2))
+    engine.generate_one(Request(world.prompt, max_new_tokens=24))
+    assert engine.generate_one(Request(other, max_new_tokens=12)).token_ids == fresh.token_ids
+
+    def interrupt(index, result):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([Request(world.prompt, max_new_tokens=n) for n in (2, 24, 24)], on_result=interrupt)
+    assert all(pool.free for pool in engine.pools)
+    assert engine.generate_one(Request(other, max_new_tokens=12)).token_ids == fresh.token_ids
+
+
+class TightEngine(CheckedEngine):
+    """Four slots over pools with room for about two requests."""
+
+    most = 0
+
+    def _allocate(self, requests):
+        shapes = [shapes for shapes, _ in self._pool_shapes()]
+        self.pools = [KVPool(each, slots=4, pages=12, page_size=8) for each in shapes]
+
+    def step(self, waiting):
+        done = super().step(waiting)
+        self.most = max(self.most, len(self.running))
+        return done
+
+
+def test_requests_wait_for_pages(world):
+    prompts = random_prompts(world.target, 5)
+    engine = TightEngine(world.target, world.head, TREE, EngineConfig(slots=4, page_size=8))
+    results = engine.generate([Request(p, max_new_tokens=20, prompt_id=i) for i, p in enumerate(prompts)])
+    assert [r.token_ids for r in results] == [greedy(world.target, p, 20) for p in prompts]
+    assert engine.most == 2
+
+
+def test_counts_add_up(world):
+    [_, chain, tree] = world.engines()
+    for engine in (chain, tree):
+        result = engine.generate_one(Request(world.prompt, max_new_tokens=24))
+        assert result.nodes == sum(result.offered_by_level)
+        assert sum(result.accepted_by_level) + result.rounds >= sum(result.run_lengths)
+        assert all(a <= result.rounds for a in result.accepted_by_level)
+        assert len(result.accepted_by_level) <= len(result.offered_by_level)
+        assert set(result.seconds) == set(STAGES)
+        assert all(seconds >= 0 for seconds in result.seconds.values())
+        assert min(result.seconds[stage] for stage in ("prefill", "verify", "draft", "tree_build", "accept")) > 0
+    assert result.path_conflict[0] <= result.path_conflict[1]
+
+
+def test_drafts_past_the_limit_are_not_verified(world):
+    """The last rounds offer only levels that could still be emitted."""
+    result = Engine(world.target, random_head(world.target), TreeConfig.chain(6)).generate_one(
+        Request(world.prompt, max_new_tokens=4)
+    )
+    assert result.token_ids == world.reply[:4]
+    assert len(result.offered_by_level) <= 2
+
+
+@pytest.mark.parametrize("parents", [[-1], [-1, 0], [-1, 0, 0], [-1, 0, 0, 1, 1, 2, 4], [-1, 0, 1, 1, 1]])
+def test_path_conflict_counts_leaf_pairs(parents):
+    inner, pairs, conflicts = set(parents), 0, 0
+    leaves = [row for row in range(1, len(parents)) if row not in inner]
+    for pair in itertools.combinations(leaves, 2):
+        branches = set()
+        for row in pair:
+            while parents[row] > 0:
+                row = parents[row]
+            branches.add(row)
+        pairs, conflicts = pairs + 1, conflicts + (len(branches) == 2)
+    assert path_conflict(parents) == (conflicts, pairs)
+
+
+def test_forced_tokens_are_emitted_first(world):
+    forced = (5, 6, 7, world.reply[3])
+    for engine in world.engines():
+        result = engine.generate_one(Request(world.prompt, max_new_tokens=9, forced=forced))
+        assert tuple(result.token_ids[:4]) == forced
+        assert result.token_ids[4:] == greedy(world.target, world.prompt + list(forced), 5)
+
+
+def test_the_last_position_is_usable_and_the_next_is_refused():
+    target = shifted_target("llama", max_position_embeddings=40)
+    head, prompt = random_head(target), random_prompts(target, 1)[0]
+    most = 40 - len(prompt) + 1
+    expected = greedy(target, prompt, most)
+    for tree in (None, TREE):
+        engine = Engine(target, head if tree else None, tree)
+        assert engine.generate_one(Request(prompt, max_new_tokens=most)).token_ids == expected
+        with pytest.raises(ConfigError, match="41 positions; the target has 40"):
+            engine.generate_one(Request(prompt, max_new_tokens=most + 1))
+
+
+def test_what_users_do_wrong(world):
+    engine = Engine(world.target, world.head, TREE, EngineConfig(max_tokens=30))
+    for bad in ({"prompt_ids": []}, {"max_new_tokens": 0}, {"stop": "text"}, {"stop": ("",)}):
+        with pytest.raises(ConfigError):
+            Request(**{"prompt_ids": [1], **bad})
+    for request, message in (
+        (Request([1, 300]), "token id 300"),
+        (Request([-1]), "token id -1"),
+        (Request([1], stop=("x",)), "tokenizer"),
+        (Request([1], max_new_tokens=25), "max_tokens allows 30"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            engine.generate([Request([1], max_new_tokens=2), request])
+    with pytest.raises(CheckpointError):
+        Engine(shifted_target("llama", hidden_size=32), random_head(world.target), TREE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_that_are_not_finite_name_the_dtype(dtype):
+    target = Target(lower(tiny_model("llama"), dtype))
+    head = random_head(target).to(dtype)
+    name = str(dtype).removeprefix("torch.")
+    head.lm_head.weight[3, 0] = torch.nan
+    with pytest.raises(Eagle3Error, match=f"head's logits are not finite in {name}"):
+        Engine(target, head, TREE).generate_one(Request([1, 2, 3], max_new_tokens=8))
+    with torch.no_grad():
+        target.lm_head.weight[3, 0] = torch.nan
+    for sampling in (SamplingConfig(), SamplingConfig(1.0)):
+        with pytest.raises(Eagle3Error, match=f"target's logits are not finite in {name}"):
+            Engine(target).generate_one(Request([1, 2, 3], sampling, max_new_tokens=8))
+
+
+def test_target_with_a_tied_vocabulary_smaller_than_top_k():
+    """More children asked for than the draft vocabulary holds: clamped."""
+    target = shifted_target("llama")
+    head, prompt = random_head(target, 3), [4, 5, 6]
+    result = Engine(target, head, TreeConfig(3, 8, 20)).generate_one(Request(prompt, max_new_tokens=10))
+    assert result.token_ids == greedy(target, prompt, 10)
+    assert result.offered_by_level[0] == 3 * (result.rounds - 1)
