@@ -34,7 +34,7 @@ class _DraftLoss(torch.autograd.Function):
             prediction[at] = z.argmax(-1)
             z_lse, t_lse = z.logsumexp(-1, keepdim=True), t.logsumexp(-1, keepdim=True)
             p = (t - t_lse).exp_()
-            loss += (z_lse.sum() - (p * z).sum())
+            loss += z_lse.sum() - (p * z).sum()
             q = z.sub_(z_lse).exp_()
             inside = (t_lse - teacher_lse[at, None]).exp_()
             alpha[at] = torch.minimum(p * inside, q).sum(-1)
