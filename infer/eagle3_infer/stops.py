@@ -1,6 +1,7 @@
 """Where an output ends: EOS ids, stop strings, a token limit, exact inside an accepted run."""
 
 from collections.abc import Sequence
+from typing import Any
 
 
 class Stops:
@@ -13,7 +14,7 @@ class Stops:
         tokenizer: needed for stop strings only.
     """
 
-    def __init__(self, eos_ids: Sequence[int], strings: Sequence[str], max_new_tokens: int, tokenizer=None):
+    def __init__(self, eos_ids: Sequence[int], strings: Sequence[str], max_new_tokens: int, tokenizer: Any = None):
         self.eos_ids = frozenset(eos_ids)
         self.strings = tuple(strings)
         self.max_new_tokens = max_new_tokens

@@ -63,13 +63,13 @@ class Replay:
         at = first_difference(reference, output)
         if at is None:
             return None
-        tokens = [each[at] if at < len(each) else None for each in (reference, output)]
-        if None in tokens:
-            return Divergence("bug", at, *tokens, None, None, None)
+        theirs, ours = (each[at] if at < len(each) else None for each in (reference, output))
+        if theirs is None or ours is None:
+            return Divergence("bug", at, theirs, ours, None, None, None)
         prefix = tuple(reference[:at])
         plain, drafted = self._plain(request, prefix), self._through_trees(request, prefix, tree)
         kind = "numeric" if plain is not None and plain == drafted else "bug"
-        return Divergence(kind, at, *tokens, plain, drafted, self._gap(request, prefix))
+        return Divergence(kind, at, theirs, ours, plain, drafted, self._gap(request, prefix))
 
     def _plain(self, request: Request, prefix: tuple[int, ...]) -> int | None:
         """fp32's decision after the prefix by a bare root."""

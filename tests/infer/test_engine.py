@@ -28,7 +28,7 @@ class World:
         self.reply = greedy(self.target, self.prompt, new)
         self.head = KnowingHead(random_head(self.target), self.prompt + self.reply, share=0.8)
 
-    def engines(self) -> list[Engine]:
+    def engines(self) -> list[CheckedEngine]:
         trees = (None, TreeConfig.chain(3), TREE)
         return [CheckedEngine(self.target, self.head if tree else None, tree) for tree in trees]
 

@@ -33,6 +33,7 @@ def test_low_precision_divergences_are_numeric(temperature):
         if found is not None:
             kinds.append(found.kind)
             assert found.position == first_difference(plain, drafted)
+            assert found.gap is not None
             assert 0 <= found.gap < 0.5
             assert found.exact_plain == found.exact_tree
     assert set(kinds) <= {"numeric"}
@@ -55,6 +56,7 @@ def test_broken_verification_is_a_bug(monkeypatch):
 def test_an_output_that_ends_early_is_a_bug():
     target = Target(tiny_model("llama"))
     found = Replay(target).explain(Request([5, 6, 7]), [1, 2, 3], [1, 2], None)
+    assert found is not None
     assert (found.kind, found.position, found.reference_token, found.output_token) == ("bug", 2, 3, None)
 
 

@@ -1,6 +1,7 @@
 """The keyed noise, its law and its independence, and the filters against transformers' own."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -109,11 +110,14 @@ def test_draws_follow_the_processed_distribution(temperature, top_k, top_p):
 
 def processed(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> torch.Tensor:
     """transformers' own warpers in generate's order."""
-    scores = TemperatureLogitsWarper(temperature)(None, logits.float()[None])
+    warpers: list[Any] = [TemperatureLogitsWarper(temperature)]
     if top_k:
-        scores = TopKLogitsWarper(top_k)(None, scores)
+        warpers.append(TopKLogitsWarper(top_k))
     if top_p < 1:
-        scores = TopPLogitsWarper(top_p)(None, scores)
+        warpers.append(TopPLogitsWarper(top_p))
+    scores = logits.float()[None]
+    for warp in warpers:
+        scores = warp(None, scores)
     return scores[0]
 
 
@@ -130,7 +134,9 @@ def test_filters_keep_what_transformers_keeps(vocab, spread):
 
 def test_ties_at_the_top_k_boundary_are_kept_as_transformers_does():
     logits = torch.tensor([1.0, 3.0, 2.0, 2.0, 0.0])
-    assert survivors(logits, 2, 1.0).tolist() == processed(logits, 1.0, 2, 1.0).isfinite().nonzero().flatten().tolist()
+    kept = survivors(logits, 2, 1.0)
+    assert kept is not None
+    assert kept.tolist() == processed(logits, 1.0, 2, 1.0).isfinite().nonzero().flatten().tolist()
 
 
 def test_greedy_takes_the_lowest_id_at_ties():

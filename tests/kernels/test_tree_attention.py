@@ -143,6 +143,7 @@ def test_low_precision_error_is_within_twice_plain_torch(dtype):
         pool.flatten(0, 1)[:57].repeat_interleave(3, 1).transpose(0, 1) for pool in (case.keys, case.values)
     )
     bias = view.bias(0, None, 1, torch.float32)
+    assert bias is not None
     scores = (case.query[0].transpose(0, 1) @ keys.transpose(1, 2)).float() * 0.2 + bias
     plain = (scores.softmax(-1).to(dtype) @ values).transpose(0, 1)[None]
     assert (ours - exact).abs().max() <= 2 * (plain - exact).abs().max()

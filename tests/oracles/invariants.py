@@ -45,32 +45,26 @@ def random_head(target: Target, draft_vocab_size: int | None = None, seed: int =
     return Eagle3Head.for_target(target, vocab_map, seed=seed).requires_grad_(False)
 
 
-class KnowingHead(nn.Module):
+class KnowingHead(Eagle3Head):
     """A real head that also favours the tokens of a known output, but only at a share of the positions.
 
     Its outputs carry their position in column 0, which is all that its logits need.
     """
 
     def __init__(self, head: Eagle3Head, known: list[int], share: float, seed: int = 0):
-        super().__init__()
         assert head.draft_vocab_size == head.config.vocab_size
-        self.head, self.known = head, torch.tensor(known)
+        nn.Module.__init__(self)
+        self.__dict__.update(head.__dict__)
+        self.known = torch.tensor(known)
         self.knows = torch.rand(len(known), generator=torch.Generator().manual_seed(seed)) < share
 
-    def __getattr__(self, name: str):
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("head"), name)
-
     def step(self, h: Tensor, embeds: Tensor, positions: Tensor, ctx, query_rows: Tensor | None = None) -> Tensor:
-        out = self.head.step(h, embeds, positions, ctx, query_rows)
-        return torch.cat(
-            [(positions if query_rows is None else positions[query_rows])[:, None].to(out.dtype), out[:, 1:]], 1
-        )
+        out = super().step(h, embeds, positions, ctx, query_rows)
+        asked = positions if query_rows is None else positions[query_rows]
+        return torch.cat([asked[:, None].to(out.dtype), out[:, 1:]], 1)
 
     def logits(self, h: Tensor) -> Tensor:
-        logits = self.head.logits(h)
+        logits = super().logits(h)
         # the row at position p predicts the token at p + 2
         at = (h[..., 0].long() + 2).clamp(max=len(self.known) - 1)
         favour = self.knows[at].unsqueeze(-1) * 20.0
@@ -90,8 +84,9 @@ class CheckedEngine(Engine):
     def check_pools(self, sequence: Running) -> None:
         features, target_pool = fresh_prefill(self.target, sequence.tokens[:-1], self.verifier.capture.layers)
         same_rows(self.pools[0], target_pool, sequence)
-        if self.drafter is not None:
-            same_rows(self.pools[1], fresh_head_prefill(self, features, sequence.tokens), sequence)
+        if self.drafter is not None and features is not None:
+            pool = fresh_head_prefill(self.target, self.drafter.head, features, sequence.tokens)
+            same_rows(self.pools[1], pool, sequence)
 
 
 def fresh_prefill(target: Target, tokens: list[int], layers: tuple[int, ...]) -> tuple[Tensor | None, KVPool]:
@@ -104,10 +99,10 @@ def fresh_prefill(target: Target, tokens: list[int], layers: tuple[int, ...]) ->
     return (capture.features.clone() if layers else None), pool
 
 
-def fresh_head_prefill(engine: Engine, features: Tensor, tokens: list[int]) -> KVPool:
-    head, rows = engine.drafter.head, torch.arange(len(tokens) - 1)
+def fresh_head_prefill(target: Target, head: Eagle3Head, features: Tensor, tokens: list[int]) -> KVPool:
+    rows = torch.arange(len(tokens) - 1)
     pool, ctx = one_document([KVShape(heads, dim, dim) for heads, dim in head.kv_shapes], len(rows))
-    head.step(head.start(features), head.embed(torch.tensor(tokens[1:]), engine.target), rows, ctx)
+    head.step(head.start(features), head.embed(torch.tensor(tokens[1:]), target), rows, ctx)
     return pool
 
 

@@ -27,13 +27,19 @@ OPTIONS = [
 class RecordingEngine(Engine):
     """Keeps, per drafted round, the root's sequence, the drafts, and the head's logits of every level."""
 
-    def __init__(self, *args):
-        super().__init__(*args)
+    def __init__(self, target, head, tree):
+        super().__init__(target, head, tree)
+        assert self.drafter is not None
         self.rounds, self.seen, self._logits = [], [], []
         # a shallow copy: fixtures share heads
-        head = copy.copy(self.drafter.head)
+        head = copy.copy(head)
         plain = head.logits
-        head.logits = lambda h: self._logits.append(plain(h)) or self._logits[-1]
+
+        def logits(h):
+            self._logits.append(plain(h))
+            return self._logits[-1]
+
+        head.logits = logits
         self.drafter.head = head
 
     def step(self, waiting):
@@ -55,6 +61,7 @@ def check(target, head, prompt, new):
     result = engine.generate_one(Request(prompt, max_new_tokens=new))
     output = prompt + result.token_ids
     features, _ = fresh_prefill(target, output, head.capture_layers)
+    assert features is not None
     chains = drafter_of(target, head).chains(features, output, DEPTH)
     runs = []
     for tokens, drafts, logits in engine.rounds:
@@ -100,6 +107,7 @@ def test_tree_scores_are_those_of_each_root_path_alone(options):
     engine.generate_one(Request([5, 9, 200, 31, 7], max_new_tokens=8))
     tokens, tree = engine.seen[1]
     features, _ = fresh_prefill(target, tokens[:-1], head.capture_layers)
+    assert features is not None
     for path in tree.paths().tolist():
         rows = [row for row in path[1:] if row >= 0]
         scores = path_scores(drafter_of(target, head), features, tokens, tree.tokens[0, rows].tolist())
@@ -107,9 +115,12 @@ def test_tree_scores_are_those_of_each_root_path_alone(options):
     assert tree.position.max() >= 3
 
 
-def path_scores(drafter: ChainDrafter, features, tokens: list[int], drafts: list[int]) -> list[torch.Tensor]:
+def path_scores(
+    drafter: ChainDrafter, features: torch.Tensor, tokens: list[int], drafts: list[int]
+) -> list[torch.Tensor]:
     """Summed log-probabilities along one path of drafts below the last token (identity vocabulary)."""
     caches = [([], [], []) for _ in range(drafter.c["num_layers"])]
+    hidden = torch.empty(0)
     for t, feature in enumerate(features):
         hidden = drafter.advance(drafter.join(feature), tokens[t + 1], t, caches)
     scores, total = [], torch.zeros(())

@@ -7,10 +7,12 @@ batch, tree and head. Integers are uint32 held in int64.
 import math
 from enum import IntEnum
 from functools import lru_cache
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+Uint32 = TypeVar("Uint32", int, Tensor)
 _MASK = 0xFFFFFFFF
 _GOLDEN = 0x9E3779B9
 # the largest float32 below 1
@@ -26,7 +28,7 @@ class Purpose(IntEnum):
     DRAFT = 4
 
 
-def mix(x: int | Tensor) -> int | Tensor:
+def mix(x: Uint32) -> Uint32:
     """A bijection of 32-bit integers with near-ideal avalanche (C. Wellons' `lowbias32`)."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
     x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK
