@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
@@ -17,6 +18,11 @@ from eagle3.rope import position_limit
 
 ALLOWED_LAYERS = {"full_attention", "sliding_attention"}
 PROBE_TOKENS = 48
+# what transformers raises on files that are missing, broken, foreign or do not fit together
+_LOAD_ERRORS = (
+    *(OSError, ValueError, TypeError, KeyError, AttributeError, ImportError, RuntimeError),
+    *(SafetensorError, StrictDataclassError),
+)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -98,7 +104,7 @@ class Target:
                 folder, dtype=torch_dtype or "auto", output_loading_info=True
             )
             tok = AutoTokenizer.from_pretrained(folder) if tokenizer else None
-        except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
+        except _LOAD_ERRORS as error:
             raise ConfigError(f"target {str(path)!r} cannot be loaded: {_first_line(error)}") from error
         model, report = loaded
         if absent := sorted(report["missing_keys"]):
@@ -146,7 +152,7 @@ class Target:
         return logits
 
     @contextmanager
-    def stock(self) -> Iterator[nn.Module]:
+    def stock(self) -> Iterator[Any]:
         """The model with transformers' own attention, for `generate` and comparisons."""
         self._use(self._stock_attention)
         try:

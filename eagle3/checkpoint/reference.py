@@ -27,9 +27,7 @@ WEIGHTS, CONFIG = "model.safetensors", "config.json"
 _OPTIONS = ("fc_norm", "norm_before_residual", "norm_output", "qk_norm", "attention_bias", "sliding_window")
 _OWN = ("capture_layers", "target_fingerprint", "trained_length", "num_layers", *_OPTIONS)
 _SIZES = tuple(f.name for f in dataclasses.fields(HeadConfig) if f.name not in _OWN)
-_REPAIR = (
-    'add "eagle3": {"schema": 1, "capture_layers": [...]} naming the 0-based layers whose outputs it reads'
-)
+_REPAIR = 'add "eagle3": {"schema": 1, "capture_layers": [...]} naming the 0-based layers whose outputs it reads'
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
