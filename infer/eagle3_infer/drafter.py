@@ -4,6 +4,7 @@ Knows features, tokens and positions; what is accepted is decided elsewhere. Row
 position i with token i + 1 and has position i, so the first drafted level runs at the root's position.
 """
 
+import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -51,6 +52,12 @@ class Drafter:
 
     def __init__(self, target: Target, head: Eagle3Head, tree: TreeConfig):
         self.target, self.head, self.tree = target, head, tree
+        if tree.top_k > head.draft_vocab_size:
+            warnings.warn(
+                f"tree top_k {tree.top_k} is more than the draft vocabulary of {head.draft_vocab_size}; "
+                "a node has no more children than that",
+                stacklevel=3,
+            )
 
     def draft(self, pool: KVPool, committed: Committed, build_timer: AbstractContextManager) -> Tree:
         """First step over the committed rows, levels, tree."""

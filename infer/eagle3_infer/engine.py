@@ -129,14 +129,14 @@ class Engine:
         return [rows + tree.nodes, rows + tree.top_k * (tree.depth - 1)]
 
     def _allocate(self, requests: Sequence[Request]) -> None:
-        """Pools for `slots` of the largest requests, kept while they are large enough."""
+        """Pools for as many of the largest requests as can run at once, kept while they are large enough."""
         if not requests:
             return
         page = self.config.page_size
         rows = [max(each) for each in zip(*map(self._rows_needed, requests), strict=True)]
         if self.config.max_tokens is not None:
             rows = [self.config.max_tokens] * len(rows)
-        pages = [self.config.slots * -(-r // page) for r in rows]
+        pages = [min(self.config.slots, len(requests)) * -(-r // page) for r in rows]
         if self.pools and all(pool.pages >= p for pool, p in zip(self.pools, pages, strict=True)):
             return
         self.pools = [

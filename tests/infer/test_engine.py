@@ -226,10 +226,12 @@ def test_logits_that_are_not_finite_name_the_dtype(dtype):
             Engine(target).generate_one(Request([1, 2, 3], sampling, max_new_tokens=8))
 
 
-def test_target_with_a_tied_vocabulary_smaller_than_top_k():
-    """More children asked for than the draft vocabulary holds: clamped."""
+def test_draft_vocabulary_smaller_than_top_k():
+    """More children asked for than exist: clamped, and said once."""
     target = shifted_target("llama")
     head, prompt = random_head(target, 3), [4, 5, 6]
-    result = Engine(target, head, TreeConfig(3, 8, 20)).generate_one(Request(prompt, max_new_tokens=10))
+    with pytest.warns(UserWarning, match="top_k 8 is more than the draft vocabulary of 3"):
+        engine = Engine(target, head, TreeConfig(3, 8, 20))
+    result = engine.generate_one(Request(prompt, max_new_tokens=10))
     assert result.token_ids == greedy(target, prompt, 10)
     assert result.offered_by_level[0] == 3 * (result.rounds - 1)

@@ -9,6 +9,7 @@ from torch import Tensor
 from eagle3_kernels.bits import pack_bits, unpack_bits
 from eagle3_kernels.build_tree import build_tree
 from eagle3_kernels.tree_attention import TreeView, tree_attention
+from eagle3_kernels.tree_attention.reference import MOST_FOLDED_ROWS
 from oracles.drafted import draw_levels
 
 PAGE = 4
@@ -119,6 +120,13 @@ def test_soft_cap_and_sinks():
 def test_causal_rows_and_last_rows_only(lens, queries, window):
     case = Case(lens, 10)
     case.check(causal_view(case, queries), window=window)
+
+
+@pytest.mark.parametrize("length, window", [(0, None), (0, 20), (9, None), (9, 50)])
+def test_prompts_of_many_rows(length, window):
+    """Beyond the rows that fold groups, the mask is shared by a group's heads instead."""
+    case = Case([length], MOST_FOLDED_ROWS + 3)
+    case.check(causal_view(case, case.fresh), window=window)
 
 
 def test_frontier_sees_earlier_levels_of_its_own_branch():

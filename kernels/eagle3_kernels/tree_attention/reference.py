@@ -7,6 +7,9 @@ from torch import Tensor
 from eagle3_kernels.paging import slot_rows
 from eagle3_kernels.tree_attention.view import TreeView
 
+# prompts have more rows: a mask repeated for each head of a group would cost more than it saves
+MOST_FOLDED_ROWS = 128
+
 
 def tree_attention(
     query: Tensor,
@@ -46,12 +49,16 @@ def _attend(query, key, value, view: TreeView, slot: int, scaling, window, softc
     if softcap is not None or sinks is not None:
         sinks = None if sinks is None else sinks.float().view(-1, groups, 1).repeat_interleave(n, 1)
         out = _by_formula(folded, key, value, view.bias(slot, window, groups, query.dtype), scaling, softcap, sinks)
-    elif n > 1 and view.square_causal(slot, window):
-        grouped = (x[:, None].expand(-1, groups, -1, -1) for x in (key, value))
-        out = F.scaled_dot_product_attention(folded.unflatten(1, (groups, n)), *grouped, is_causal=True, scale=scaling)
-    else:
+    elif n <= MOST_FOLDED_ROWS:
         bias = view.bias(slot, window, groups, query.dtype)
         out = F.scaled_dot_product_attention(folded[None], key[None], value[None], attn_mask=bias, scale=scaling)
+    else:
+        causal = view.square_causal(slot, window)
+        bias = None if causal else view.bias(slot, window, 1, query.dtype)
+        grouped = (x[:, None].expand(-1, groups, -1, -1) for x in (key, value))
+        out = F.scaled_dot_product_attention(
+            folded.unflatten(1, (groups, n)), *grouped, attn_mask=bias, is_causal=causal, scale=scaling
+        )
     return out.reshape(heads, n, -1).transpose(0, 1).contiguous()
 
 
