@@ -17,7 +17,7 @@ from eagle3_train.batches import PackedBatch, pack
 from eagle3_train.evaluate import Tally
 from eagle3_train.features import Features
 from eagle3_train.ttt import TTTBatch, TTTOutput, TTTRollout
-from oracles.tiny import tiny_target
+from oracles.tiny import greedy, tiny_target
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,6 @@ def random_prompts(target: Target, count: int, seed: int = 0) -> list[list[int]]
     """Prompts of 4, 5, ... random tokens."""
     draw = torch.Generator().manual_seed(seed)
     return [torch.randint(0, target.usable_vocab, (4 + i,), generator=draw).tolist() for i in range(count)]
-
-
-def greedy(target: Target, prompt: list[int], new_tokens: int) -> list[int]:
-    """transformers' greedy continuation."""
-    with target.stock() as model, torch.inference_mode():
-        ids = torch.tensor([prompt])
-        out = model.generate(ids, max_new_tokens=new_tokens, do_sample=False, pad_token_id=0)
-    return out[0, len(prompt) :].tolist()
 
 
 def packed(prompts: list[list[int]], replies: list[list[int]]) -> PackedBatch:

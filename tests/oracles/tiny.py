@@ -59,6 +59,15 @@ def tiny_target(family: str = "llama", seed: int = 0, **changes: Any) -> Target:
     return Target(tiny_model(family, seed, **changes))
 
 
+def greedy(target: Target, prompt: list[int], new_tokens: int) -> list[int]:
+    """transformers' greedy continuation."""
+    with target.stock() as stock, torch.inference_mode():
+        model: Any = stock
+        ids = torch.tensor([prompt])
+        out = model.generate(ids, max_new_tokens=new_tokens, do_sample=False, pad_token_id=0)
+    return out[0, len(prompt) :].tolist()
+
+
 def tiny_tokenizer() -> Any:
     """One token per byte, plus the chat marks; 259 ids in all."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -91,11 +100,9 @@ def tiny_chats(file: Path, folder: Path, count: int = 20, new_tokens: int = 24) 
     target = Target.load(folder)
     lines = []
     for i in range(count):
-        messages = [{"role": "user", "content": f"{i * i} {chr(97 + i)}"}]
+        messages: list[dict[str, Any]] = [{"role": "user", "content": f"{i * i} {chr(97 + i)}"}]
         prompt = target.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        with target.stock() as model, torch.inference_mode():
-            out = model.generate(torch.tensor([prompt]), max_new_tokens=new_tokens, do_sample=False)
-        reply = out[0, len(prompt) :].tolist()
+        reply = greedy(target, prompt, new_tokens)
         finished = reply[-1] in target.eos_ids
         ids = reply[:-1] if finished else reply
         messages.append({"role": "assistant", "content": target.tokenizer.decode(ids), "token_ids": ids})

@@ -2,6 +2,7 @@
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -53,7 +54,7 @@ def test_walk_emits_every_token_once(steps, rows, seed):
     assert all(1 <= run <= steps + 1 for run in runs)
 
 
-def simulated(tokens, prediction, counted, spans, argmax=None):
+def simulated(tokens, prediction, counted, spans, argmax=None) -> tuple[Any, Any]:
     """Rollout inputs and output as far as the tally reads them; lists are by step."""
     tokens, prediction, counted = (torch.tensor(x) for x in (tokens, prediction, counted))
     rows = torch.arange(tokens.shape[1])
@@ -91,7 +92,6 @@ def test_tally_by_hand():
     # reply 1: 3 tokens by one round (two hits and the bonus); reply 2: a miss, then its last token
     assert (tally.rounds, tally.emitted) == (3, 5)
     assert tally.tau == pytest.approx(5 / 3)
-    assert tally.offered == [3, 3]
     assert tally.accepted == [1, 1]
 
 

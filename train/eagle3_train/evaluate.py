@@ -17,7 +17,6 @@ class Tally:
     steps: int
     rounds: int = 0
     emitted: int = 0
-    offered: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     counted: list[int] = field(default_factory=list)
     right: list[int] = field(default_factory=list)
@@ -28,7 +27,7 @@ class Tally:
     rows: int = 0
 
     def __post_init__(self):
-        for name in ("offered", "accepted", "counted", "right", "trained"):
+        for name in ("accepted", "counted", "right", "trained"):
             setattr(self, name, [0] * self.steps)
         self.loss, self.alpha = [0.0] * self.steps, [0.0] * self.steps
 
@@ -58,7 +57,6 @@ class Tally:
             self.emitted += sum(run)
             for k in range(self.steps):
                 # a run of r tokens is r - 1 drafts and the target's own; the reply's end cuts drafts off
-                self.offered[k] += len(run)
                 self.accepted[k] += sum(length > k + 1 for length in run)
 
     def merge(self, others: list["Tally"]) -> "Tally":
@@ -93,7 +91,7 @@ class Tally:
             "loss": sum(_shares(self.loss, self.counted)),
             "tau": self.tau,
             "accept": _shares(self.right, self.counted),
-            "accept_chain": _shares(self.accepted, self.offered),
+            "accept_chain": _shares(self.accepted, [self.rounds] * self.steps),
             "alpha": _shares(self.alpha, self.counted),
             "coverage": self.in_vocab / max(self.rows, 1),
         }
