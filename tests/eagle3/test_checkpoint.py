@@ -328,7 +328,7 @@ class TestBroken:
     @pytest.mark.parametrize(
         "edit, words",
         [
-            (lambda c: c.update(intermediate_size=128), r"\[64, 96\], config.json asks for \[64, 128\]"),
+            (lambda c: c.update(intermediate_size=128), r"\[96, 64\], config.json asks for \[128, 64\]"),
             (lambda c: c.update(vocab_size=320), "320|t2d"),
             (lambda c: c["eagle3"].update(capture_layers=[1, 3, 9]), "reads layers .* has 8 layers"),
             (lambda c: c["eagle3"].update(capture_layers=[1, 3]), r"config.json asks for \[64, 128\]"),
