@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from eagle3.errors import ConfigError
+from eagle3_kernels.capture_copy import capture_copy
 
 
 def default_layers(num_layers: int) -> tuple[int, int, int]:
@@ -24,7 +25,11 @@ def default_layers(num_layers: int) -> tuple[int, int, int]:
 
 
 def check_layers(layers: Sequence[int], num_layers: int) -> tuple[int, ...]:
-    """Ascending, distinct, in range; order is the column order of `fc`."""
+    """The layers in ascending order, which is the column order of `fc`.
+
+    Raises:
+        ConfigError: a layer is named twice or does not exist.
+    """
     ordered = tuple(sorted(layers))
     if len(set(ordered)) != len(ordered) or (ordered and not 0 <= ordered[0] <= ordered[-1] < num_layers):
         raise ConfigError(
@@ -62,7 +67,11 @@ class Capture:
 
     @contextmanager
     def rows(self, count: int) -> Iterator[None]:
-        """Capture the `count` packed rows of the one forward inside the block."""
+        """Capture the `count` packed rows of the one forward inside the block.
+
+        Raises:
+            RuntimeError: more rows than the buffer has, another number of rows, or none or several forwards.
+        """
         if self.buffer is None:
             yield
             return
@@ -82,15 +91,13 @@ class Capture:
             raise RuntimeError(f"capture layers {self.layers} ran {written} times in one forward, not once")
 
     def _writer(self, column: int, written: list[int]):
-        columns = slice(column * self.hidden_size, (column + 1) * self.hidden_size)
-
         def write(_module, _args, output) -> None:
             hidden = output[0] if isinstance(output, tuple) else output
             hidden = hidden.reshape(-1, hidden.shape[-1])
             if hidden.shape[0] != self._rows:
                 raise RuntimeError(f"layer {self.layers[column]} gave {hidden.shape[0]} rows, expected {self._rows}")
             assert self.buffer is not None
-            self.buffer[: self._rows, columns].copy_(hidden)
+            capture_copy(hidden, self.buffer, column)
             written[column] += 1
 
         return write

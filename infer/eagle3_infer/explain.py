@@ -44,7 +44,7 @@ def replay_explainer(target: Target, bench: Bench) -> Explain:
             kind, detail = "bug", "fp32 agrees, but no rounding undoes such a lead"
         elif reference.mode == HF:
             prefix = [*request.prompt_ids, *reference.token_ids[:position]]
-            stock = stock_decision(replay._exact_models()[0], prefix)
+            stock = stock_decision(replay.exact_models()[0], prefix)
             if stock != found.exact_plain:
                 kind, detail = "bug", f"fp32 decides {found.exact_plain} here and {stock} in transformers"
         return Divergence(output.id, output.turn, output.mode, reference.mode, position, kind, found.gap, detail)

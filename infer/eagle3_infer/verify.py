@@ -82,7 +82,7 @@ class Replay:
 
     def _decide(self, request: Request, forced: tuple[int, ...], tree: TreeConfig | None) -> int | None:
         """The token after the forced ones; None if the engine could not even emit those."""
-        target, head = self._exact_models()
+        target, head = self.exact_models()
         # as far ahead as the original drafted at this token, and no further
         limit = min(request.max_new_tokens, len(forced) + 1 + (tree.depth if tree else 0))
         asked = replace(request, forced=forced, max_new_tokens=limit, eos_ids=(), stop=())
@@ -95,7 +95,8 @@ class Replay:
         hidden = self.target.hidden(ids, rows, DenseCausal([len(ids)]))
         return Sampler.of(request).gap(self.target.logits(hidden[-1]), len(ids))
 
-    def _exact_models(self) -> tuple[Target, Eagle3Head | None]:
+    def exact_models(self) -> tuple[Target, Eagle3Head | None]:
+        """Target and head in fp32; copied once, where they are not."""
         if self._exact is None:
             target, head = self.target, self.head
             if target.dtype != torch.float32:
