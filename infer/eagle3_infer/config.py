@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 from eagle3.errors import ConfigError
 
-KERNELS = ("auto", "torch")
-
 
 @dataclass(frozen=True)
 class TreeConfig:
@@ -75,18 +73,14 @@ class EngineConfig:
         slots: requests that run at once.
         page_size: K/V rows per page.
         max_tokens: K/V rows that one request may take; None = what the largest request needs.
-        kernels: auto or torch (the references).
     """
 
     slots: int = 1
     page_size: int = 64
     max_tokens: int | None = None
-    kernels: str = "auto"
 
     def __post_init__(self):
         for name in ("slots", "page_size", "max_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be 1 or more")
-        if self.kernels not in KERNELS:
-            raise ConfigError(f"kernels is {self.kernels!r}; it must be one of {', '.join(KERNELS)}")

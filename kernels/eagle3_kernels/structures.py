@@ -6,8 +6,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from eagle3_kernels.bits import words
-
 
 class Level(NamedTuple):
     """One drafted level: every candidate child, and which of them are expanded next.
@@ -99,10 +97,6 @@ class Tree:
             scores=torch.zeros(column.shape, device=tokens.device),
             depth=0,
         )
-
-    @property
-    def mask_words(self) -> int:
-        return words(self.tokens.shape[1])
 
     def paths(self, slot: int = 0) -> Tensor:
         """EAGLE's retrieve_indices of one slot: root-to-leaf rows [leaves, deepest level + 1], padded with -1."""

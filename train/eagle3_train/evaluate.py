@@ -22,12 +22,11 @@ class Tally:
     right: list[int] = field(default_factory=list)
     loss: list[float] = field(default_factory=list)
     alpha: list[float] = field(default_factory=list)
-    trained: list[int] = field(default_factory=list)
     in_vocab: int = 0
     rows: int = 0
 
     def __post_init__(self):
-        for name in ("accepted", "counted", "right", "trained"):
+        for name in ("accepted", "counted", "right"):
             setattr(self, name, [0] * self.steps)
         self.loss, self.alpha = [0.0] * self.steps, [0.0] * self.steps
 
@@ -41,7 +40,6 @@ class Tally:
             at = inputs.counted[k].nonzero().flatten()
             self.counted[k] += len(at)
             self.right[k] += int((output.prediction[k, at] == inputs.teacher.argmax[at + k]).sum())
-            self.trained[k] += int(output.trained[k])
             self.loss[k] += float(output.step_loss[k])
             self.alpha[k] += float(output.step_alpha[k])
         self.rows += len(inputs.rows)
