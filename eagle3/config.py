@@ -64,8 +64,14 @@ class HeadOptions:
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """A head in full: what its checkpoint stores and its modules are built from.
+    """A head in full: what its checkpoint stores and its modules are built from; options are as in HeadOptions.
 
+    Args:
+        vocab_size, target_hidden_size: of the target.
+        rope_parameters: in transformers' naming (see RopeSpec).
+        max_position_embeddings: the target's.
+        trained_length: tokens of the longest training row; None = unknown.
+        target_fingerprint: Target.fingerprint of the target it was trained for; None = unknown.
     Raises:
         ConfigError: a size is not positive, a switch no boolean, or sizes that do not fit together.
     """

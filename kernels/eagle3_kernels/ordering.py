@@ -5,7 +5,9 @@ from torch import Tensor
 
 
 def stable_topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest of the last dim of float32 `x` [..., V], with int64 indices; NaN sorts first.
+    """The k largest of the last dim of float32 `x` [..., V], with int64 indices.
+
+    A NaN sorts first or last by its sign bit.
 
     torch.topk promises no order among equal values. Here value and index share one 64-bit key, so no two keys
     are equal and any top-k of them is the same.

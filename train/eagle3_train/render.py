@@ -65,10 +65,8 @@ class ChatRenderer:
 
     Args:
         tokenizer: a Hugging Face tokenizer with a chat template.
-        eos_ids: the target's EOS ids; the first of them after a reply ends its span. Where the template puts
-        none
-            there, the first special token does; where there is none either, the span ends with the reply's
-            text.
+        eos_ids: the target's EOS ids; the first of them after a reply ends its span. Where the template puts none
+            there, the first special token does; where there is none either, the span ends with the reply's text.
         template_options: extra variables for the template (such as `enable_thinking`).
     """
 

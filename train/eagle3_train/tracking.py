@@ -53,8 +53,7 @@ class MetricsLog:
 
     Args:
         path: the file; its folder is made.
-        resume_step: None starts the file anew; a step keeps earlier records up to and including it and drops
-        later
+        resume_step: None starts the file anew; a step keeps earlier records up to and including it and drops later
             ones (they come from steps that the resumed run repeats) and a line that a kill cut short.
     """
 
@@ -194,8 +193,10 @@ class Trackers:
     def start(self, accelerator: Any, config: dict[str, Any], state: dict[str, Any] | None = None) -> None:
         """Open the trackers; `state` is what `state()` returned in the run that is resumed.
 
-        WANDB_MODE is honoured. W&B that cannot start otherwise (no login, no network) goes offline and says
-        so.
+        WANDB_MODE is honoured. W&B that cannot start otherwise (no login, no network) goes offline and says so.
+
+        Raises:
+            ConfigError: a tracker cannot start.
         """
         if not self.names:
             return
