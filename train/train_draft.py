@@ -47,7 +47,7 @@ def _train(config: TrainConfig, run: "Run") -> None:
 
     from eagle3_train.batches import Batches
     from eagle3_train.evaluate import Tally
-    from eagle3_train.optim import learning_rate, make_optimizer, set_learning_rate
+    from eagle3_train.optim import check_finite, learning_rate, make_optimizer, set_learning_rate
     from eagle3_train.progress import Progress
     from eagle3_train.run import evaluate, load_parts, normalisers, over_ranks
     from eagle3_train.state import Checkpoints, RunState
@@ -83,6 +83,7 @@ def _train(config: TrainConfig, run: "Run") -> None:
                 accelerator.backward(output.loss * run.loss_scale)
             tally.add(inputs, output)
         grad_norm = accelerator.clip_grad_norm_(rollout.parameters(), config.optim.clip)
+        check_finite(grad_norm, step + 1)
         lr = learning_rate(step, config.max_steps, config.optim)
         set_learning_rate(optimizer, lr)
         optimizer.step()

@@ -85,7 +85,10 @@ def test_kept_features_are_those_of_their_document(target, monkeypatch):
     """A document known by its place or its length; the target run again, or features that depend on neighbours."""
     documents = rows([12, 9, 12, 7])
     features, batch = make(target, documents, keep=True, max_rows=64)
+    hidden, sizes = target.hidden, []
+    monkeypatch.setattr(target, "hidden", lambda ids, *rest: sizes.append(len(ids)) or hidden(ids, *rest))
     features.prepare(batch, 2)
+    assert sizes == [12, 9, 12, 7]
     alone = [features.prepare(pack([document]), 2) for document in documents]
     monkeypatch.setattr(target, "hidden", lambda *_: pytest.fail("the target ran again"))
     mixed = features.prepare(pack([documents[3], documents[0], documents[2]]), 2)

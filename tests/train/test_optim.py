@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from eagle3.errors import Eagle3Error
 from eagle3_train.config import OptimConfig
-from eagle3_train.optim import learning_rate, make_optimizer, set_learning_rate
+from eagle3_train.optim import check_finite, learning_rate, make_optimizer, set_learning_rate
 
 CONFIG = OptimConfig(lr=1.0, warmup_ratio=0.1, final_ratio=0.02)
 
@@ -25,6 +26,17 @@ def test_schedule_of_few_steps(max_steps):
     """Division by zero where warm-up takes all steps."""
     rates = [learning_rate(step, max_steps, CONFIG) for step in range(max_steps + 2)]
     assert all(0 < rate <= 1 for rate in rates)
+
+
+@pytest.mark.parametrize("norm", [float("nan"), float("inf"), torch.tensor(float("nan"))])
+def test_gradients_that_are_not_finite(norm):
+    with pytest.raises(Eagle3Error, match=r"step 7.*not finite.*optim\.lr"):
+        check_finite(norm, 7)
+
+
+def test_finite_gradients():
+    check_finite(torch.tensor(3.0), 7)
+    check_finite(None, 7)
 
 
 def test_weight_decay_touches_matrices_only():

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
 from eagle3.checkpoint.reference import load_head
@@ -275,6 +276,8 @@ def test_accelerates_own_settings_change_nothing(made, whole, tmp_path, monkeypa
     """`accelerate config` may have asked for accumulation or fp16: our settings are the only ones."""
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    # accelerate reads these once per process
+    AcceleratorState._reset_state(reset_partial_state=True)
     run = train(made, tmp_path / "run", max_steps=3)
     schedule_free = [{k: v for k, v in r.items() if k != "lr"} for r in losses(run)[:1]]
     assert schedule_free == [{k: v for k, v in r.items() if k != "lr"} for r in losses(whole)[:1]]
@@ -294,6 +297,14 @@ def test_other_heads_train_and_load(made, tmp_path, options):
     run = train(made, tmp_path / "run", max_steps=6, eval_every=6, **{f"head__{k}": v for k, v in options.items()})
     assert metrics(run)[-1]["loss"] < metrics(run)[0]["loss"]
     assert load_head(run / "best", Target.load(made / "target")).config.num_layers == options.get("num_layers", 1)
+
+
+def test_a_run_that_explodes_stops(made, tmp_path, capsys):
+    """NaN weights written over the last good checkpoint."""
+    main = runpy.run_path(str(SCRIPT))["main"]
+    assert main(arguments(made, tmp_path / "run", optim__lr=1e30, save_every=1)) == 2
+    assert "error: step 2: the gradients are not finite" in capsys.readouterr().err
+    assert [p.name for p in (tmp_path / "run/checkpoints").iterdir()] == ["step-00000001"]
 
 
 def test_wandb_offline(made, tmp_path, monkeypatch):
@@ -356,3 +367,22 @@ def test_two_ranks_equal_one_process(made, tmp_path):
     assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-4)
     assert found["tau"] == pytest.approx(wanted["tau"])
     assert found["tokens"] == wanted["tokens"]
+
+
+@pytest.mark.full
+def test_two_ranks_resume(made, tmp_path):
+    """State of one rank restored on all, or data that a resumed rank sees twice."""
+    run = tmp_path / "run"
+    words = arguments(made, run, rows_per_batch=2, save_every=10)
+
+    def go():
+        command = ["torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port()), SCRIPT]
+        done = launch(*command, *words, ACCELERATE_USE_CPU="true")
+        assert done.returncode == 0, done.stderr
+        return losses(run), final(run)
+
+    wanted, state = go()
+    shutil.rmtree(run / "checkpoints/step-00000020")
+    found, resumed = go()
+    assert found == wanted
+    check_equal(resumed, state)

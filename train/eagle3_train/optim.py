@@ -4,8 +4,9 @@ import math
 from collections.abc import Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from eagle3.errors import Eagle3Error
 from eagle3_train.config import OptimConfig
 
 
@@ -28,6 +29,19 @@ def learning_rate(step: int, max_steps: int, config: OptimConfig) -> float:
     progress = min(1.0, (step + 1 - warmup) / max(1, max_steps - warmup))
     cosine = 0.5 * (1 + math.cos(math.pi * progress))
     return config.lr * (config.final_ratio + (1 - config.final_ratio) * cosine)
+
+
+def check_finite(grad_norm: Tensor | float | None, step: int) -> None:
+    """Stop before a step that would spoil the weights (None: the framework measures no norm).
+
+    Raises:
+        Eagle3Error: the gradients of `step` are not finite.
+    """
+    if grad_norm is not None and not math.isfinite(grad_norm):
+        raise Eagle3Error(
+            f"step {step}: the gradients are not finite; lower optim.lr, or set autocast: float32 "
+            "(the last checkpoint and best/ are as they were)"
+        )
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
