@@ -5,18 +5,26 @@ from torch import Tensor
 
 
 def stable_topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest of the last dim of float32 `x` [..., V], with int64 indices.
+    """The k largest of the last dim of `x` [..., V], with int64 indices. A NaN sorts first, whatever its sign.
 
-    A NaN sorts first or last by its sign bit.
-
-    torch.topk promises no order among equal values. Here value and index share one 64-bit key, so no two keys
-    are equal and any top-k of them is the same.
+    torch.topk promises no order among equal values, nor which of them it takes. Both are decided here, the second
+    only where the k-th value has equals beyond it.
     """
-    # +0.0 turns -0.0 into 0.0, which compare equal
-    bits = (x + 0.0).view(torch.int32)
-    # floats order as sign-magnitude, integers as two's complement
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    index = torch.arange(x.shape[-1], device=x.device)
-    keys = (ordered.to(torch.int64) << 32) | (0xFFFFFFFF - index)
-    chosen = keys.topk(k, dim=-1).indices
-    return x.gather(-1, chosen), chosen
+    size = x.shape[-1]
+    best, index = x.topk(min(k + 1, size))
+    if k < size:
+        beyond, best, index = best[..., k:], best[..., :k], index[..., :k]
+        if (best[..., -1:] == beyond).any():
+            index = _lowest_at_the_edge(x, best, index)
+    index = index.sort(-1).values
+    best, order = x.gather(-1, index).sort(dim=-1, descending=True, stable=True)
+    return best, index.gather(-1, order)
+
+
+def _lowest_at_the_edge(x: Tensor, best: Tensor, index: Tensor) -> Tensor:
+    """`index` with the lowest indices of those that equal the smallest of `best`."""
+    edge, size, k = best[..., -1:], x.shape[-1], best.shape[-1]
+    places = torch.arange(size, dtype=torch.int32, device=x.device).where(x == edge, size)
+    lowest = places.topk(k, largest=False).values.long()
+    taken = best == edge
+    return lowest.gather(-1, (taken.cumsum(-1) - 1).clamp(min=0)).where(taken, index)

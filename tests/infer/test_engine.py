@@ -1,11 +1,13 @@
 """Requests from the outside: limits, stops inside runs, errors, reuse, and counts that add up."""
 
+import copy
 import itertools
 
 import pytest
 import torch
 
 from eagle3.errors import CheckpointError, ConfigError, Eagle3Error
+from eagle3.heads.eagle3 import Eagle3Head
 from eagle3.target import Target
 from eagle3_infer.config import EngineConfig, SamplingConfig, TreeConfig
 from eagle3_infer.engine import Engine, Request
@@ -224,6 +226,22 @@ def test_logits_that_are_not_finite_name_the_dtype(dtype):
     for sampling in (SamplingConfig(), SamplingConfig(1.0)):
         with pytest.raises(Eagle3Error, match=f"target's logits are not finite in {name}"):
             Engine(target).generate_one(Request([1, 2, 3], sampling, max_new_tokens=8))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, -torch.nan, torch.inf])
+def test_a_head_that_fails_below_the_first_level_is_noticed(world, bad):
+    """One logit of one node of level 2; its siblings are fine."""
+    head, calls = copy.copy(random_head(world.target)), []
+
+    def logits(h):
+        calls.append(Eagle3Head.logits(head, h))
+        if len(calls) == 2:
+            calls[-1][0, 1, 7] = bad
+        return calls[-1]
+
+    head.logits = logits
+    with pytest.raises(Eagle3Error, match="head's logits are not finite"):
+        Engine(world.target, head, TREE).generate_one(Request(world.prompt, max_new_tokens=8))
 
 
 def test_draft_vocabulary_smaller_than_top_k():

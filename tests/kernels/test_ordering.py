@@ -31,6 +31,24 @@ def test_order_of_all_kinds_of_floats():
     assert stable_topk(ascending, len(ascending))[0].tolist() == ascending.flip(0).tolist()
 
 
+@pytest.mark.parametrize("nan", [float("nan"), INF - INF, -float("nan")])
+def test_a_nan_sorts_first_whatever_its_sign(nan):
+    """inf - inf gives a negative NaN, which must not hide behind the k best."""
+    x = torch.tensor([[1.0, nan, 3.0], [2.0, 2.0, 2.0]])
+    best, index = stable_topk(x, 2)
+    assert best[0, 0].isnan()
+    assert index.tolist() == [[1, 2], [0, 1]]
+
+
+@pytest.mark.parametrize("k", [1, 4, 16, 60, 64])
+def test_rounded_values_tie_across_the_edge(k):
+    """Rows with and without equals beyond the k-th, as bf16 logits give them."""
+    x = torch.randn(6, 64, generator=torch.Generator().manual_seed(k)).mul(3).round() / 3
+    x[0] = torch.randperm(64).float()
+    expected = [sorted(range(64), key=lambda i, row=row: (-row[i], i))[:k] for row in x.tolist()]
+    assert stable_topk(x, k)[1].tolist() == expected
+
+
 def test_batches_are_independent():
     x = torch.randn(3, 4, 50)
     best, index = stable_topk(x, 7)
