@@ -1,5 +1,6 @@
 """Rotary position tables of heads: the target's own, for every rope type that transformers knows."""
 
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -77,12 +78,27 @@ def cos_sin(inv_freq: Tensor, scaling: float, positions: Tensor, dtype: torch.dt
     return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)
 
 
-def target_rope(text_config, head_dim: int) -> RopeSpec:
-    """The rotary parameters of a target's full-attention layers; theta 10000 where the target has no rope."""
-    parameters = getattr(text_config, "rope_parameters", None) or {
-        "rope_type": "default",
-        "rope_theta": 10000.0,
-    }
+def has_rotary(model) -> bool:
+    """Whether the model turns its queries and keys by rotary tables."""
+    return any(True for _ in _rotary_tables(model))
+
+
+def target_rope(text_config, head_dim: int, rotary: bool = True) -> RopeSpec:
+    """The rotary parameters of a target's full-attention layers; theta 10000, with a warning, where it has no rope.
+
+    Args:
+        rotary: whether the model has rotary tables (has_rotary); its config must then tell their parameters.
+    Raises:
+        UnsupportedTargetError: parameters that are not told, or told for layer types without full attention.
+    """
+    parameters = text_config.to_dict().get("rope_parameters")
+    if not parameters:
+        if rotary:
+            raise UnsupportedTargetError(
+                f"{type(text_config).__name__} has no rope_parameters, so the angles of its rotary tables are unknown"
+            )
+        warnings.warn("the target has no rotary positions; the head gets its own, of theta 10000", stacklevel=3)
+        parameters = {"rope_type": "default", "rope_theta": 10000.0}
     if "rope_theta" not in parameters and "rope_type" not in parameters:
         # one set per layer type (Gemma 3): drafts attend to everything
         if "full_attention" not in parameters:
@@ -94,7 +110,7 @@ def target_rope(text_config, head_dim: int) -> RopeSpec:
 
 def position_limit(text_config) -> int:
     """Positions a row may use: the model's maximum, or the point where its rope would switch tables."""
-    parameters = getattr(text_config, "rope_parameters", None) or {}
+    parameters = text_config.to_dict().get("rope_parameters") or {}
     nested = [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
     limit = text_config.max_position_embeddings
     for one in nested:
@@ -103,14 +119,18 @@ def position_limit(text_config) -> int:
     return limit
 
 
+def other_tables(model, inv_freq: Tensor, scaling: float) -> list[str]:
+    """Names of the target's rotary tables of this width where none of them is ours (other widths are no match)."""
+    tables = [table for table in _rotary_tables(model) if table[1].shape == inv_freq.shape]
+    same = any(_same_table(theirs, factor, inv_freq, scaling) for _, theirs, factor in tables)
+    return [] if same else [name for name, *_ in tables]
+
+
 def check_against_target(model, inv_freq: Tensor, scaling: float) -> None:
     """Raise if none of the target's rotary tables of this width is ours (other widths cannot be compared)."""
-    tables = [
-        (name, theirs, factor) for name, theirs, factor in _rotary_tables(model) if theirs.shape == inv_freq.shape
-    ]
-    if tables and not any(_same_table(theirs, factor, inv_freq, scaling) for _, theirs, factor in tables):
+    if names := other_tables(model, inv_freq, scaling):
         raise UnsupportedTargetError(
-            f"none of the target's rotary tables {[name for name, *_ in tables]} equals the one built from its config; "
+            f"none of the target's rotary tables {names} equals the one built from its config; "
             "the head would be trained with other angles than the target's"
         )
 

@@ -4,6 +4,7 @@ Parameter names are the reference checkpoint's; `step` never knows where keys an
 """
 
 import warnings
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from eagle3.attention import AttentionCall, AttentionContext
 from eagle3.capture import check_layers, default_layers
 from eagle3.config import HeadConfig, HeadOptions
 from eagle3.errors import CheckpointError, ConfigError
-from eagle3.rope import RopeSpec, check_against_target, cos_sin, rotate, target_rope
+from eagle3.rope import RopeSpec, check_against_target, cos_sin, has_rotary, other_tables, rotate, target_rope
 from eagle3.target import Target
 from eagle3.vocab import VocabMap
 
@@ -163,6 +164,7 @@ class Eagle3Head(nn.Module):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             head = cls(config, vocab_map)
+        check_against_target(target.model, head.inv_freq, head.rope_scaling)
         head.check_target(target)
         with torch.no_grad():
             if not config.owns_embedding:
@@ -236,7 +238,10 @@ class Eagle3Head(nn.Module):
         return draft_ids + self.d2t[draft_ids]
 
     def check_target(self, target: Target) -> None:
-        """Raise CheckpointError if this head cannot draft for `target`; warn if it was trained for other weights."""
+        """Raise CheckpointError if this head cannot draft for `target`; warn if it was made for another one's weights.
+
+        Other rotary angles are a warning too: a loaded head keeps its own, with which it was trained.
+        """
         c = self.config
         wanted = {"hidden size": c.target_hidden_size, "vocabulary": c.vocab_size}
         found = {"hidden size": target.hidden_size, "vocabulary": target.vocab_size}
@@ -249,8 +254,12 @@ class Eagle3Head(nn.Module):
             raise CheckpointError(
                 f"the head reads layers {list(c.capture_layers)}; {target.path} has {target.num_layers} layers"
             )
-        if c.rope_parameters == dict(target_rope(target.text_config, c.head_dim).parameters):
-            check_against_target(target.model, self.inv_freq, self.rope_scaling)
+        if names := other_tables(target.model, self.inv_freq, self.rope_scaling):
+            warnings.warn(
+                f"the head turns by other angles ({c.rope_parameters}) than {target.path} ({', '.join(names)}): "
+                "output stays right, few drafts may be accepted unless it was trained so",
+                stacklevel=2,
+            )
         # fp16 rounds an fp32 checkpoint otherwise than bf16 does
         if c.target_fingerprint not in (None, target.fingerprint) and target.dtype != torch.float16:
             warnings.warn(
@@ -276,7 +285,7 @@ def head_config(target: Target, draft_vocab_size: int, options: HeadOptions) -> 
     layers = default_layers(target.num_layers) if options.capture_layers is None else options.capture_layers
     return HeadConfig(
         hidden_size=hidden,
-        intermediate_size=options.intermediate_size or fields.get("intermediate_size") or 4 * hidden,
+        intermediate_size=options.intermediate_size or _told(fields, "intermediate_size", 4 * hidden),
         num_attention_heads=heads,
         num_key_value_heads=options.num_key_value_heads or fields.get("num_key_value_heads") or heads,
         head_dim=head_dim,
@@ -284,9 +293,9 @@ def head_config(target: Target, draft_vocab_size: int, options: HeadOptions) -> 
         draft_vocab_size=draft_vocab_size,
         target_hidden_size=target.hidden_size,
         capture_layers=check_layers(layers, target.num_layers),
-        rope_parameters=dict(target_rope(text, head_dim).parameters),
+        rope_parameters=dict(target_rope(text, head_dim, has_rotary(target.model)).parameters),
         max_position_embeddings=text.max_position_embeddings,
-        rms_norm_eps=fields.get("rms_norm_eps") or 1e-5,
+        rms_norm_eps=_told(fields, "rms_norm_eps", 1e-5),
         num_layers=options.num_layers,
         target_fingerprint=target.fingerprint,
         fc_norm=options.fc_norm,
@@ -296,6 +305,14 @@ def head_config(target: Target, draft_vocab_size: int, options: HeadOptions) -> 
         attention_bias=options.attention_bias,
         sliding_window=options.sliding_window,
     )
+
+
+def _told(fields: dict, name: str, otherwise: Any) -> Any:
+    """A setting of the target's config; where the family has none (LayerNorm, GPT-2), `otherwise`, and it is said."""
+    if fields.get(name) is None:
+        warnings.warn(f"the target's config has no {name}; the head takes {otherwise}", stacklevel=3)
+        return otherwise
+    return fields[name]
 
 
 @torch.no_grad()

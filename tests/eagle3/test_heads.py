@@ -217,7 +217,8 @@ class TestFromTarget:
     @pytest.mark.parametrize("family", ["gpt2", "cohere2", "gpt_neox", "nemotron"])
     def test_other_norms_start_at_one(self, build, vocab_map, family):
         """Catches: a LayerNorm's weight taken for an RMSNorm's."""
-        head = Eagle3Head.for_target(Target(build(family)), vocab_map, HeadOptions(capture_layers=(0,)))
+        with pytest.warns(UserWarning, match="no rms_norm_eps; the head takes 1e-05"):
+            head = Eagle3Head.for_target(Target(build(family)), vocab_map, HeadOptions(capture_layers=(0,)))
         assert torch.equal(head.norm.weight, torch.ones(64))
 
     def test_embedding_is_the_targets(self, build, vocab_map):

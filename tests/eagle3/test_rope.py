@@ -10,6 +10,8 @@ from eagle3.rope import RopeSpec, check_against_target, cos_sin, position_limit,
 from eagle3.target import Target
 from eagle3.vocab import identity_map
 
+pytestmark = pytest.mark.filterwarnings("ignore:the target's config has no rms_norm_eps")
+
 LINEAR = {"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 5e5, "factor": 4.0}
 LLAMA3 = {
@@ -104,10 +106,27 @@ def test_another_width_cannot_be_compared(build):
 
 
 def test_a_target_without_rope_gets_the_default(build):
-    """Catches: GPT-2 and other learned positions, which have no theta to copy."""
-    head = target_head(Target(build("gpt2")))
+    """Catches: GPT-2 and other learned positions, which have no theta to copy; a default taken without a word."""
+    with pytest.warns(UserWarning, match="no rotary positions.*theta 10000"):
+        head = target_head(Target(build("gpt2")))
     torch.testing.assert_close(head.inv_freq, 1e4 ** (-torch.arange(8) / 8))
     assert head.rope_scaling == 1.0
+
+
+def test_angles_that_the_config_does_not_tell_raise(build):
+    """Catches: theta 10000 for a model that turns by tables of its own."""
+    target = Target(build("llama", rope_parameters=DEFAULT))
+    target.text_config.rope_parameters = None
+    with pytest.raises(UnsupportedTargetError, match="has no rope_parameters"):
+        target_head(target, head_dim=32)
+
+
+def test_a_loaded_head_of_other_angles_warns(build):
+    """Catches: a head of another theta, or of a target whose rope was changed since, taken in silence."""
+    target, other = (Target(build("llama", rope_parameters={**DEFAULT, "rope_theta": t})) for t in (5e5, 1e4))
+    target_head(target).check_target(target)
+    with pytest.warns(UserWarning, match=r"turns by other angles .*500000"):
+        target_head(target).check_target(other)
 
 
 def test_unknown_type_raises():

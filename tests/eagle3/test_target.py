@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 import eagle3.target
 from eagle3.attention import SEAM, DenseCausal
 from eagle3.errors import ConfigError, UnsupportedTargetError
-from eagle3.target import Target
+from eagle3.target import Target, eos_ids
 from oracles.tiny import tiny_folder, tiny_tokenizer
 
 SIX = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3")
@@ -115,16 +115,30 @@ class TestTeacher:
         with pytest.raises(UnsupportedTargetError, match="rebuilt from the last hidden state differ"):
             target.check_teacher(*document(20))
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
     @pytest.mark.parametrize("family", ["gemma2", "granite", "cohere2"])
-    def test_a_missing_logit_rule_fails_the_probe(self, build, monkeypatch, family):
+    def test_a_missing_logit_rule_fails_the_probe(self, build, monkeypatch, family, dtype):
         """Negative control: without Gemma's cap, Granite's divisor or Cohere's factor the target is refused."""
+        model = build(family).to(dtype)
+        Target(model)
         monkeypatch.setattr(eagle3.target, "_logit_rules", lambda config: [])
-        with pytest.raises(UnsupportedTargetError, match="differ from the model's own"):
-            Target(build(family))
+        with pytest.raises(UnsupportedTargetError, match="rebuilt from the last hidden state differ"):
+            Target(model)
 
-    @pytest.mark.parametrize("family, lost", [("gemma2", "softcap"), ("mistral", "window"), ("gpt_oss", "sinks")])
-    def test_a_dropped_argument_fails_the_probe(self, build, monkeypatch, family, lost):
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize(
+        "family, lost, settings",
+        [
+            # 50 caps nothing of a tiny model's scores
+            ("gemma2", "softcap", {"attn_logit_softcapping": 0.2}),
+            ("mistral", "window", {}),
+            ("gpt_oss", "sinks", {}),
+        ],
+    )
+    def test_a_dropped_argument_fails_the_probe(self, build, monkeypatch, family, lost, settings, dtype):
         """Negative control: an attention that drops a cap, a window or sinks does not load."""
+        model = build(family, **settings).to(dtype)
+        Target(model)
 
         class Forgetful(DenseCausal):
             def _document(self, call, rows, length):
@@ -132,7 +146,7 @@ class TestTeacher:
 
         monkeypatch.setattr(eagle3.target, "DenseCausal", Forgetful)
         with pytest.raises(UnsupportedTargetError, match="differ from the model's own"):
-            Target(build(family))
+            Target(model)
 
 
 class TestStock:
@@ -281,6 +295,13 @@ class TestTokens:
         target = Target(model, tiny_tokenizer())
         assert target.eos_ids == (7, 9, 11, target.tokenizer.eos_token_id)
         assert Target(build("llama")).eos_ids == ()
+
+    def test_eos_ids_need_no_model(self, build):
+        """Catches: data tools with another rule for what ends a reply than the target's."""
+        model, tokenizer = build("llama", eos_token_id=[7, 3]), tiny_tokenizer()
+        assert eos_ids(model.config) == (3, 7)
+        target = Target(model, tokenizer)
+        assert eos_ids(model.config, model.generation_config, tokenizer) == target.eos_ids
 
     @pytest.mark.parametrize("rows, usable", [(300, 259), (200, 200)])
     def test_usable_vocab(self, build, rows, usable):
