@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
+from torch import Tensor
 
 from eagle3.errors import ConfigError, Eagle3Error
 from eagle3.heads.eagle3 import Eagle3Head
@@ -20,10 +21,9 @@ from eagle3_infer.request import Request, Result
 from eagle3_infer.running import Running
 from eagle3_infer.sampling import Sampler
 from eagle3_infer.stops import Stops
-from eagle3_infer.verifier import Forward, TreeRows, Verifier
-from eagle3_kernels.gather_first_step import gather_first_step
+from eagle3_infer.verifier import Accepted, Forward, Verifier
 from eagle3_kernels.relocate_kv import relocate_kv
-from eagle3_kernels.structures import Tree, Walk
+from eagle3_kernels.structures import FirstStep, Tree
 
 __all__ = ["Engine", "Request", "Result"]
 
@@ -194,53 +194,50 @@ class Engine:
 
     def _verify(self, clock: StageClock, joined: list[Running]) -> Committed | None:
         """Run the target, emit what it accepts, keep the accepted rows; the sequences that go on are then running."""
-        running, trees = self.running, TreeRows(self.trees)
+        running, parents = self.running, self.trees.used_parents()
+        counts = [len(rows) for rows in parents]
         old, new = ([s.metrics for s in group] for group in (running, joined))
-        rows = sum(trees.count[: len(running)]), sum(s.prompt_length for s in joined)
-        with clock.stage(("verify", old, rows[0]), ("prefill", new, rows[1])):
-            forward = self.verifier.forward(self.pools[0], trees, running, joined)
+        with clock.stage(("verify", old, sum(counts)), ("prefill", new, sum(s.prompt_length for s in joined))):
+            forward = self.verifier.forward(self.pools[0], self.trees, counts, running, joined)
         with clock.stage(("accept", old, len(old)), ("prefill", new, len(new))):
-            walks = self.verifier.walk(forward, trees, running)
-            firsts = self.verifier.first_tokens(forward, joined)
-            self._emit(trees, running, walks, joined, firsts)
-        walk = _as_walk(walks, trees.tree.depth, self.target.device)
+            accepted = self.verifier.accept(forward, self.trees, running)
+            self._emit(accepted, parents, joined, self.verifier.first_tokens(forward, joined))
         with clock.stage(("relocate", old, 1)):
-            self._relocate(running, walk, walks)
-        committed = self._commit(forward, trees, running, walk, walks, joined)
-        self.running = [s for s in (*running, *joined) if not s.finish_reason]
-        return committed
+            self._relocate(accepted)
+        return self._commit(forward, accepted, joined)
 
-    def _emit(self, trees: TreeRows, running, walks, joined, firsts) -> None:
-        for b, (sequence, (path, bonus)) in enumerate(zip(running, walks, strict=True)):
-            kept = sequence.emit([trees.tokens[b][row] for row in path[1:]] + [bonus])
-            rows = slice(trees.count[b])
-            sequence.metrics.count_round(trees.parent[b][rows], trees.level[b][rows], len(path) - 1, kept)
+    def _emit(self, accepted: Accepted, parents: list[list[int]], joined: list[Running], firsts: list[int]) -> None:
+        for sequence, rows, run in zip(self.running, parents, accepted.runs, strict=True):
+            kept = sequence.emit(run)
+            sequence.metrics.count_round(rows, len(run) - 1, kept)
         for sequence, token in zip(joined, firsts, strict=True):
             sequence.emit([token])
 
-    def _relocate(self, running: list[Running], walk: Walk, walks: list[tuple[list[int], int]]) -> None:
+    def _relocate(self, accepted: Accepted) -> None:
         """Close the gaps between accepted rows; most paths have none."""
         moving = [
-            b for b, (path, _) in enumerate(walks) if not running[b].finish_reason and path != list(range(len(path)))
+            b
+            for b, (sequence, path) in enumerate(zip(self.running, accepted.paths, strict=True))
+            if not sequence.finish_reason and path[-1] != len(path) - 1
         ]
         if moving:
-            pool = self.pools[0]
-            lens = torch.tensor([running[b].length for b in moving], device=self.target.device)
-            relocate_kv(pool.tensors, pool.table[[running[b].slot for b in moving]], lens, walk.path[moving])
+            pool, sequences = self.pools[0], [self.running[b] for b in moving]
+            lens = torch.tensor([s.length for s in sequences], device=self.target.device)
+            relocate_kv(pool.tensors, pool.table[[s.slot for s in sequences]], lens, accepted.walk.path[moving])
 
-    def _commit(self, forward: Forward, trees: TreeRows, running, walk: Walk, walks, joined) -> Committed | None:
+    def _commit(self, forward: Forward, accepted: Accepted, joined: list[Running]) -> Committed | None:
         """Count the kept rows as committed, and collect the first draft step's inputs of those that go on."""
-        staying = [(b, s) for b, s in enumerate(running) if not s.finish_reason]
-        joining = [(i, s) for i, s in enumerate(joined) if not s.finish_reason]
-        counts = [len(walks[b][0]) for b, _ in staying] + [s.prompt_length for _, s in joining]
-        sequences = [s for _, s in (*staying, *joining)]
+        staying = [b for b, sequence in enumerate(self.running) if not sequence.finish_reason]
+        joining = [i for i, sequence in enumerate(joined) if not sequence.finish_reason]
+        sequences = [*(self.running[b] for b in staying), *(joined[i] for i in joining)]
+        counts = [*(len(accepted.paths[b]) for b in staying), *(joined[i].prompt_length for i in joining)]
         committed = None
         if sequences and self.drafter is not None:
-            rows, tokens = self._first_rows(forward, trees, running, walk, [b for b, _ in staying])
-            for i, sequence in joining:
-                start = forward.starts[len(running) + i]
-                rows.append(torch.arange(start, start + sequence.prompt_length, device=self.target.device))
-                tokens.append(torch.tensor(sequence.tokens[1:], device=self.target.device))
+            starts = forward.starts[len(self.running) :]
+            rows, tokens = _first_rows(accepted.step, staying)
+            for i in joining:
+                rows.append(torch.arange(starts[i], starts[i] + joined[i].prompt_length, device=self.target.device))
+                tokens.append(torch.tensor(joined[i].tokens[1:], device=self.target.device))
             committed = Committed(
                 features=self.verifier.capture.features[torch.cat(rows)],
                 tokens=torch.cat(tokens),
@@ -251,18 +248,8 @@ class Engine:
             )
         for sequence, count in zip(sequences, counts, strict=True):
             sequence.length += count
+        self.running = sequences
         return committed
-
-    def _first_rows(self, forward: Forward, trees: TreeRows, running, walk: Walk, staying: list[int]):
-        """Feature rows and next tokens of the accepted paths: the real rows of the fixed window."""
-        if not staying:
-            return [], []
-        device = self.target.device
-        starts = torch.tensor(forward.starts[: len(running)], device=device)
-        lens = torch.tensor([sequence.length for sequence in running], device=device)
-        step = gather_first_step(trees.tree, walk, starts, lens)
-        real = torch.arange(step.rows.shape[1], device=device) < step.count[staying, None]
-        return [step.rows[staying][real].long()], [step.tokens[staying][real].long()]
 
     # first step -> levels -> tree
 
@@ -275,11 +262,9 @@ class Engine:
             self.trees = self.drafter.draft(self.pools[1], committed, clock.stage(("tree_build", metrics, 1)))
 
 
-def _as_walk(walks: list[tuple[list[int], int]], depth: int, device: torch.device) -> Walk:
-    padded = [path + [-1] * (depth + 1 - len(path)) for path, _ in walks] or torch.empty(0, depth + 1)
-    make = {"dtype": torch.int32, "device": device}
-    return Walk(
-        path=torch.as_tensor(padded, **make),
-        accepted=torch.tensor([len(path) - 1 for path, _ in walks], **make),
-        bonus=torch.tensor([bonus for _, bonus in walks], **make),
-    )
+def _first_rows(step: FirstStep, slots: list[int]) -> tuple[list[Tensor], list[Tensor]]:
+    """Feature rows and next tokens of these slots' accepted paths: the real rows of the fixed window."""
+    if not slots:
+        return [], []
+    real = torch.arange(step.rows.shape[1], device=step.rows.device) < step.count[slots, None]
+    return [step.rows[slots][real]], [step.tokens[slots][real].long()]

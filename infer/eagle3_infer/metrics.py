@@ -20,12 +20,14 @@ class RequestMetrics:
     leaf_pairs: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
 
-    def count_round(self, parents: Sequence[int], levels: Sequence[int], accepted: int, emitted: int) -> None:
-        """Count one verified tree (parent row and level of each row in use, root first)."""
+    def count_round(self, parents: Sequence[int], accepted: int, emitted: int) -> None:
+        """Count one verified tree (parent row of each row in use, root first)."""
         self.run_lengths.append(emitted)
         self.nodes += len(parents) - 1
-        for level in levels[1:]:
-            _count(self.offered_by_level, level)
+        levels = [0]
+        for above in parents[1:]:
+            levels.append(levels[above] + 1)
+            _count(self.offered_by_level, levels[-1])
         for level in range(1, accepted + 1):
             _count(self.accepted_by_level, level)
         conflicts, pairs = path_conflict(parents)

@@ -1,11 +1,13 @@
 """A request's draw of the target's token: its parameters, its seed, and the replayed tokens before them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from eagle3_infer.request import Request
-from eagle3_kernels.sample_nodes import perturbed_scores, request_seed, sample_node
+from eagle3_kernels.sample_nodes import perturbed_scores, request_seed, sample_node, sample_nodes
 
 
 @dataclass(frozen=True)
@@ -43,3 +45,13 @@ class Sampler:
         _, scores = perturbed_scores(logits, self.temperature, self.top_k, self.top_p, self.seed, position)
         best = scores.topk(min(2, len(scores))).values
         return float(best[0] - best[1]) if len(best) == 2 else float("inf")
+
+
+def draw_all(samplers: Sequence[Sampler], logits: Tensor, positions: Sequence[int]) -> list[int]:
+    """The token of every row of logits [R, V], each with its own sampler and position."""
+    # float64 keeps a temperature as it was given: a row of a batch draws as it does alone
+    columns = zip(*((s.temperature, s.top_k, s.top_p, s.seed) for s in samplers), strict=True)
+    parameters = [torch.tensor(c, dtype=torch.float64 if isinstance(c[0], float) else torch.int64) for c in columns]
+    drawn = sample_nodes(logits, *parameters, position=torch.tensor(positions)).tolist()
+    forced = [s.forced_token(at) for s, at in zip(samplers, positions, strict=True)]
+    return [token if fixed is None else fixed for token, fixed in zip(drawn, forced, strict=True)]

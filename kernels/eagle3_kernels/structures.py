@@ -46,12 +46,11 @@ class Walk(NamedTuple):
 class FirstStep(NamedTuple):
     """Inputs of the first draft step in a fixed window of D + 1 rows per slot; rows from `count` on are padding.
 
-    rows [B, D + 1] into the feature buffer, tokens and positions [B, D + 1], count [B].
+    rows [B, D + 1] into the feature buffer, tokens [B, D + 1] (what the round commits), count [B].
     """
 
     rows: Tensor
     tokens: Tensor
-    positions: Tensor
     count: Tensor
 
 
@@ -97,6 +96,10 @@ class Tree:
             scores=torch.zeros(column.shape, device=tokens.device),
             depth=0,
         )
+
+    def used_parents(self) -> list[list[int]]:
+        """Each slot's `parent` as a host list of its rows in use, in one copy."""
+        return [row[: 1 + sum(above >= 0 for above in row)] for row in self.parent.tolist()]
 
     def paths(self, slot: int = 0) -> Tensor:
         """EAGLE's retrieve_indices of one slot: root-to-leaf rows [leaves, deepest level + 1], padded with -1."""

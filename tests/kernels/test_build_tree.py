@@ -40,6 +40,7 @@ def check_links(tree: Tree, slot: int) -> None:
     count, n = int(tree.count[slot]), tree.tokens.shape[1]
     parent = tree.parent[slot].tolist()
     assert parent[0] == -1
+    assert tree.used_parents()[slot] == parent[:count]
     assert all(0 <= parent[row] < row for row in range(1, count))
     ancestors = {}
     for row in range(n):

@@ -1,5 +1,7 @@
 """The walk against all root paths; the accepted path's relocation and first draft step."""
 
+import dataclasses
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,7 +10,7 @@ from eagle3_kernels.build_tree import build_tree, link_tree
 from eagle3_kernels.gather_first_step import gather_first_step
 from eagle3_kernels.relocate_kv import relocate_kv
 from eagle3_kernels.structures import Tree, Walk
-from eagle3_kernels.verify_tree import verify_tree, walk_slot
+from eagle3_kernels.verify_tree import verify_tree
 from oracles.drafted import draw_levels
 
 quick = settings(max_examples=60, deadline=None, derandomize=True)
@@ -46,23 +48,31 @@ def test_bare_roots_accept_nothing():
     assert walk.bonus.tolist() == [8, 9]
 
 
+def linked(first_child: list[int], next_sibling: list[int], tokens: list[int], depth: int) -> Tree:
+    """A tree of one slot with any links, legal or not."""
+    bare = Tree.bare(torch.tensor([0]))
+    links = {"tokens": tokens, "first_child": first_child, "next_sibling": next_sibling}
+    return dataclasses.replace(bare, depth=depth, **{name: torch.tensor([row]) for name, row in links.items()})
+
+
 def test_walk_ends_on_broken_links():
-    """A sibling ring that never matches, and a child that is its own parent."""
-    asked = []
-    path, bonus = walk_slot([0, 1, 2], [1, -1, -1], [-1, 2, 1], 3, lambda row: asked.append(row) or 9)
-    assert (path, bonus) == ([0], 9) or path[-1] in (1, 2)
-    path, _ = walk_slot([7, 7], [1, 1], [-1, -1], 4, lambda row: 7)
-    assert path == [0, 1, 1, 1, 1]
+    """A sibling ring that never matches accepts nothing; a row that is its own child is accepted depth times."""
+    ring = linked([1, -1, -1], [-1, 2, 1], [0, 1, 2], depth=3)
+    assert [x.tolist() for x in verify_tree(ring, lambda *place: 9)] == [[[0, -1, -1, -1]], [0], [9]]
+    own_child = linked([1, 1], [-1, -1], [0, 9], depth=4)
+    assert [x.tolist() for x in verify_tree(own_child, lambda *place: 9)] == [[[0, 1, 1, 1, 1]], [4], [9]]
 
 
 def test_only_visited_rows_are_asked():
-    tree = link_tree(
-        torch.tensor([5]), torch.tensor([[9, 4, 6, 6, 8]]), torch.tensor([[-1, 0, 0, 1, 2]]), torch.zeros(1, 5), 2
-    )
-    links = (tree.tokens[0].tolist(), tree.first_child[0].tolist(), tree.next_sibling[0].tolist())
+    """Two slots of one tree: each is asked along its own path, row and level."""
+    parent = torch.tensor([[-1, 0, 0, 1, 2]] * 2)
+    tree = link_tree(torch.tensor([5, 5]), torch.tensor([[9, 4, 6, 6, 8]] * 2), parent, torch.zeros(2, 5), 2)
+    answers = {(0, 0, 0): 6, (0, 2, 1): 5, (1, 0, 0): 4, (1, 1, 1): 6, (1, 3, 2): 1}
     asked = []
-    path, bonus = walk_slot(*links, tree.depth, lambda row: asked.append(row) or {0: 6, 2: 5}[row])
-    assert (asked, path, bonus) == ([0, 2], [0, 2], 5)
+    walk = verify_tree(tree, lambda *place: asked.append(place) or answers[place])
+    assert asked == list(answers)
+    assert walk.path.tolist() == [[0, 2, -1], [0, 1, 3]]
+    assert (walk.accepted.tolist(), walk.bonus.tolist()) == ([1, 2], [5, 1])
 
 
 @quick
@@ -100,11 +110,10 @@ def test_first_step_pairs_each_feature_with_the_next_token():
     child = int(tree.first_child[0, row])
     path = torch.tensor([[0, row, child, -1], [0, -1, -1, -1]], dtype=torch.int32)
     walk = Walk(path, torch.tensor([2, 0], dtype=torch.int32), torch.tensor([77, 88], dtype=torch.int32))
-    step = gather_first_step(tree, walk, starts=torch.tensor([0, 9]), lens=torch.tensor([100, 7]))
+    step = gather_first_step(tree, walk, starts=torch.tensor([0, 9]))
     assert step.count.tolist() == [3, 1]
     assert step.rows[0, :3].tolist() == [0, row, child]
     assert step.tokens[0, :3].tolist() == [int(tree.tokens[0, row]), int(tree.tokens[0, child]), 77]
-    assert step.positions[0].tolist() == [100, 101, 102, 103]
-    assert (int(step.rows[1, 0]), int(step.tokens[1, 0]), int(step.positions[1, 0])) == (9, 88, 7)
+    assert (int(step.rows[1, 0]), int(step.tokens[1, 0])) == (9, 88)
     # padding stays inside the buffer
     assert step.rows[1].tolist() == [9] * 4

@@ -1,5 +1,5 @@
 """Walk the tree along the target's own tokens."""
 
-from eagle3_kernels.verify_tree.reference import verify_tree, walk_slot
+from eagle3_kernels.verify_tree.reference import Choose, verify_tree
 
-__all__ = ["verify_tree", "walk_slot"]
+__all__ = ["Choose", "verify_tree"]

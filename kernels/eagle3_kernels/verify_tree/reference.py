@@ -1,58 +1,63 @@
 """The definition of verify_tree: the `match` rule. The output is a function of the target's tokens alone."""
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from eagle3_kernels.structures import Tree, Walk
 
+# (slot, row, level) -> the target's token after that row
+Choose = Callable[[int, int, int], int]
 
-def verify_tree(tree: Tree, target: Tensor) -> Walk:
+
+class Links(NamedTuple):
+    """One slot's tree as host lists."""
+
+    tokens: Sequence[int]
+    first_child: Sequence[int]
+    next_sibling: Sequence[int]
+
+
+def verify_tree(tree: Tree, target: Tensor | Choose) -> Walk:
     """Follow, from each root, the child that equals the target's token; stop where there is none.
 
     Args:
-        target: the target's token after each row [B, N].
+        target: the target's token after each row [B, N], or a function that gives it and is asked only at the rows
+            that the walk visits.
     """
-    chosen, links = target.tolist(), (tree.tokens.tolist(), tree.first_child.tolist(), tree.next_sibling.tolist())
+    choose = _lookup(target) if isinstance(target, Tensor) else target
+    fields = (tree.tokens.tolist(), tree.first_child.tolist(), tree.next_sibling.tolist())
     walks = [
-        walk_slot(tokens, first, sibling, tree.depth, chosen[b].__getitem__)
-        for b, (tokens, first, sibling) in enumerate(zip(*links, strict=True))
+        _walk_slot(slot, Links(*links), tree.depth, choose) for slot, links in enumerate(zip(*fields, strict=True))
     ]
-    padded = [path + [-1] * (tree.depth + 1 - len(path)) for path, _ in walks]
-    make = {"dtype": torch.int32, "device": tree.tokens.device}
-    return Walk(
-        path=torch.tensor(padded, **make),
-        accepted=torch.tensor([len(path) - 1 for path, _ in walks], **make),
-        bonus=torch.tensor([bonus for _, bonus in walks], **make),
-    )
+    packed = torch.tensor(walks, dtype=torch.int32, device=tree.tokens.device).view(len(walks), tree.depth + 3)
+    return Walk(path=packed[:, :-2], accepted=packed[:, -2], bonus=packed[:, -1])
 
 
-def walk_slot(
-    tokens: Sequence[int],
-    first_child: Sequence[int],
-    next_sibling: Sequence[int],
-    depth: int,
-    choose: Callable[[int], int],
-) -> tuple[list[int], int]:
-    """One slot's walk: accepted rows (root first) and the token that follows them.
+def _lookup(target: Tensor) -> Choose:
+    tokens = target.tolist()
+    return lambda slot, row, level: tokens[slot][row]
 
-    `choose(row)` is the target's token after a row; it is asked only at rows that the walk visits.
-    """
-    path, wanted = [0], choose(0)
-    for _ in range(depth):
-        child = _matching_child(tokens, first_child[path[-1]], next_sibling, wanted)
+
+def _walk_slot(slot: int, links: Links, depth: int, choose: Choose) -> list[int]:
+    """Accepted rows (root first) padded to depth + 1, their number without the root, the token that follows them."""
+    path, wanted = [0], choose(slot, 0, 0)
+    for level in range(1, depth + 1):
+        child = _matching_child(links, path[-1], wanted)
         if child < 0:
             break
         path.append(child)
-        wanted = choose(child)
-    return path, wanted
+        wanted = choose(slot, child, level)
+    return [*path, *[-1] * (depth + 1 - len(path)), len(path) - 1, wanted]
 
 
-def _matching_child(tokens: Sequence[int], child: int, next_sibling: Sequence[int], wanted: int) -> int:
-    # bounded by the rows, so that broken links cannot hang a round
-    for _ in range(len(tokens)):
-        if child < 0 or tokens[child] == wanted:
-            break
-        child = next_sibling[child]
-    return child
+def _matching_child(links: Links, row: int, wanted: int) -> int:
+    """-1 where no child matches; bounded by the rows, so that broken links cannot hang a round."""
+    child = links.first_child[row]
+    for _ in range(len(links.tokens)):
+        if child < 0 or links.tokens[child] == wanted:
+            return child
+        child = links.next_sibling[child]
+    return -1
