@@ -6,7 +6,7 @@ Knows the call, not where keys live: a context decides where K/V go and what eac
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eagle3.errors import UnsupportedTargetError
+from eagle3_kernels.tree_attention import formula_attention
 
 # no "flash", "sdpa", "flex_attention", "/" or leading "paged|" in it: transformers gives those a meaning
 SEAM = "eagle3_seam"
@@ -36,8 +37,9 @@ _HARMLESS = frozenset(
 class AttentionCall:
     """One layer's attention over a packed row of T tokens.
 
-    query [Hq, T, d], key [Hkv, T, d], value [Hkv, T, dv] are of the T new tokens; `window` counts
-    positions (a query at position p sees positions > p - window); `sinks` [Hq] are per-head logits.
+    query [Hq, R, d], key [Hkv, T, d], value [Hkv, T, dv] are of the T new tokens; `window` counts
+    positions (a query at position p sees positions > p - window); `sinks` [Hq] are per-head logits;
+    `query_rows` int64 [R] are the new tokens whose queries came, None = all of them (R = T).
     """
 
     layer: int
@@ -48,13 +50,14 @@ class AttentionCall:
     window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+    query_rows: Tensor | None = None
 
 
 class AttentionContext(Protocol):
     """Owns the K/V rows and the visibility of one forward."""
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """Return the attention output [T, Hq, dv] of `call`."""
+        """Return the attention output [R, Hq, dv] of `call`."""
         ...
 
 
@@ -127,23 +130,6 @@ def register_seam() -> None:
     AttentionInterface.register(SEAM, attend_through_seam)
 
 
-def masked_attention(call: AttentionCall, key: Tensor, value: Tensor, visible: Tensor) -> Tensor:
-    """Attention by its formula: softmax in fp32 over what each query may see.
-
-    key [Hkv, S, d], value [Hkv, S, dv], visible bool [T, S] -> [T, Hq, dv].
-    """
-    groups = call.query.shape[0] // key.shape[0]
-    key, value = (x.repeat_interleave(groups, 0) for x in (key, value))
-    scores = (call.query @ key.transpose(1, 2)) * call.scaling
-    if call.softcap is not None:
-        scores = call.softcap * torch.tanh(scores / call.softcap)
-    scores = scores.masked_fill(~visible, float("-inf")).float()
-    if call.sinks is not None:
-        scores = torch.cat([scores, call.sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)], -1)
-    weights = scores.softmax(-1)[..., : visible.shape[1]].to(value.dtype)
-    return (weights @ value).transpose(0, 1).contiguous()
-
-
 class DenseCausal:
     """Packed documents, each causal in itself, no K/V kept: the training target, probes and references.
 
@@ -151,7 +137,8 @@ class DenseCausal:
 
     Args:
         lengths: tokens of each document, in row order; their sum is T.
-        plain: use the formula even where torch's fused attention would do (bit-equal to "eager").
+        plain: use the formula even where torch's fused attention would do (bit-equal to "eager", but for sinks
+            in half precision, where "eager" rounds the scores once more).
     """
 
     def __init__(self, lengths: Sequence[int], plain: bool = False):
@@ -162,26 +149,41 @@ class DenseCausal:
     def attend(self, call: AttentionCall) -> Tensor:
         if call.layer in self.windows:
             raise UnsupportedTargetError(f"layer {call.layer} attends twice in one forward (one context serves one)")
+        if call.query_rows is not None:
+            raise RuntimeError("dense documents answer every row, not query_rows")
         if call.query.shape[1] != sum(self.lengths):
             raise RuntimeError(f"{call.query.shape[1]} rows for documents of {sum(self.lengths)} tokens")
         self.windows[call.layer] = call.window
         outputs, start = [], 0
         for length in self.lengths:
             rows = slice(start, start + length)
-            outputs.append(self._document(call, rows, length))
+            part = replace(call, query=call.query[:, rows], key=call.key[:, rows], value=call.value[:, rows])
+            outputs.append(self._document(part, length))
             start += length
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _document(self, call: AttentionCall, rows: slice, length: int) -> Tensor:
-        query, key, value = call.query[:, rows], call.key[:, rows], call.value[:, rows]
+    def _document(self, call: AttentionCall, length: int) -> Tensor:
         windowed = call.window is not None and call.window < length
-        if self.plain or windowed or call.softcap is not None or call.sinks is not None:
-            at = torch.arange(length, device=query.device)
-            distance = at[:, None] - at
-            visible = (distance >= 0) & (distance < (call.window or length))
-            part = AttentionCall(call.layer, query, key, value, call.scaling, call.window, call.softcap, call.sinks)
-            return masked_attention(part, key, value, visible)
-        out = F.scaled_dot_product_attention(
-            query[None], key[None], value[None], is_causal=True, scale=call.scaling, enable_gqa=True
-        )
-        return out[0].transpose(0, 1).contiguous()
+        if self.plain or call.softcap is not None or call.sinks is not None:
+            groups = call.query.shape[0] // call.key.shape[0]
+            # repeated, not folded into rows: products of other shapes would round otherwise than "eager"
+            key, value = (x.repeat_interleave(groups, 0) for x in (call.key, call.value))
+            bias = torch.zeros(length, length, device=key.device).masked_fill_(~_visible(call, length), -torch.inf)
+            sinks = None if call.sinks is None else call.sinks.float()[:, None, None].expand(-1, length, 1)
+            out = formula_attention(call.query, key, value, bias, call.scaling, call.softcap, sinks)
+        else:
+            out = F.scaled_dot_product_attention(
+                *(x[None] for x in (call.query, call.key, call.value)),
+                attn_mask=_visible(call, length) if windowed else None,
+                is_causal=not windowed,
+                scale=call.scaling,
+                enable_gqa=True,
+            )[0]
+        return out.transpose(0, 1).contiguous()
+
+
+def _visible(call: AttentionCall, length: int) -> Tensor:
+    """What each row of a causal document sees, bool [length, length]."""
+    at = torch.arange(length, device=call.query.device)
+    distance = at[:, None] - at
+    return (distance >= 0) & (distance < (call.window or length))

@@ -63,6 +63,7 @@ class Attention(nn.Module):
             value=value,
             scaling=self.head_dim**-0.5,
             window=self.window,
+            query_rows=rows,
         )
         return self.o_proj(ctx.attend(call).flatten(1))
 
@@ -185,8 +186,8 @@ class Eagle3Head(nn.Module):
         return self.config.draft_vocab_size
 
     @property
-    def kv_shapes(self) -> list[tuple[int, int]]:
-        return [(self.config.num_key_value_heads, self.config.head_dim)] * self.num_layers
+    def feature_size(self) -> int:
+        return self.config.feature_size
 
     def embed(self, ids: Tensor, target: Target) -> Tensor:
         """Embeddings [T, H] of target ids: the target's (frozen, never registered here), or the head's own."""

@@ -178,16 +178,18 @@ class PagedContext:
         self.pool.write(call.layer, self._rows, call.key, call.value)
         keys, values = self.pool.paged(call.layer)
         query, start, outputs = call.query.transpose(0, 1), 0, []
-        for view, slots in self._views(query.shape[0]):
+        for view, slots in self._views(call.query_rows):
             rows = query[start : start + slots * view.queries].unflatten(0, (slots, view.queries))
             out = tree_attention(rows, keys, values, view, call.scaling, call.window, call.softcap, call.sinks)
             outputs.append(out.flatten(0, 1))
             start += slots * view.queries
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _views(self, rows: int) -> list[tuple[TreeView, int]]:
-        """Views whose queries are the rows that came: those asked for, or every row that was written."""
-        if rows == self._asked:
+    def _views(self, query_rows: Tensor | None) -> list[tuple[TreeView, int]]:
+        """Views whose queries are the rows that came: those that the blocks ask for, or every row that was written."""
+        if query_rows is not None:
+            if len(query_rows) != self._asked:
+                raise RuntimeError(f"{len(query_rows)} query rows came, the blocks ask for {self._asked}")
             views = [block.view for block in self.blocks]
         else:
             # a head of several layers asks for its last rows in the last layer only
@@ -199,6 +201,8 @@ class PagedContext:
 
 def _every_row(block: Block) -> TreeView:
     view = block.view
+    if view.queries == block.written:
+        return view
     if view.mask is not None or block.written != view.fresh:
         raise RuntimeError("only causal rows can be asked for in part")
     return TreeView(view.page_table, view.lens, view.positions, None, view.fresh)

@@ -1,5 +1,6 @@
 """The seam's call and the dense context: what a query sees, and what is refused rather than dropped."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -93,6 +94,13 @@ def test_rows_that_no_document_holds_raise():
     """Catches: a packed row longer than its documents, whose tail would be dropped."""
     with pytest.raises(RuntimeError, match="5 rows for documents of 4 tokens"):
         DenseCausal([3, 1]).attend(random_call(5))
+
+
+def test_some_rows_only_are_refused():
+    """Catches: queries of some rows answered as if they were the first ones."""
+    call = random_call(4)
+    with pytest.raises(RuntimeError, match="query_rows"):
+        DenseCausal([4]).attend(replace(call, query_rows=torch.tensor([3, 1, 2, 0])))
 
 
 class Recorder:

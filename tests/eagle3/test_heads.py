@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from eagle3.attention import AttentionCall, DenseCausal, masked_attention
+from eagle3.attention import AttentionCall, DenseCausal
 from eagle3.config import HeadConfig, HeadOptions
 from eagle3.errors import CheckpointError, ConfigError
 from eagle3.heads.eagle3 import Eagle3Head, head_config
@@ -164,10 +165,13 @@ class TestFormula:
 
         class Causal:
             def attend(self, call: AttentionCall) -> Tensor:
-                asked = positions[:, None] if call.query.shape[1] == 11 else rows[:, None]
-                distance = asked - positions
+                asked = positions if call.query_rows is None else positions[call.query_rows]
+                distance = asked[:, None] - positions
                 visible = (distance >= 0) & (distance < (call.window or 11))
-                return masked_attention(call, call.key, call.value, visible)
+                out = F.scaled_dot_product_attention(
+                    call.query[None], call.key[None], call.value[None], visible, scale=call.scaling, enable_gqa=True
+                )
+                return out[0].transpose(0, 1)
 
         with torch.no_grad():
             some = head.step(h, embeds, positions, Causal(), rows)
@@ -281,9 +285,9 @@ class TestFromTarget:
     def test_protocol(self, target, vocab_map):
         """Catches: attributes that the runtime relies on; draft ids taken for target ids."""
         head = make_head(target, vocab_map, num_layers=2)
-        as_protocol: DraftHead = head
-        assert as_protocol.kv_shapes == [(2, 16)] * 2
-        assert (head.num_layers, head.draft_vocab_size, head.capture_layers) == (2, 100, (0, 2))
+        drafts: DraftHead = head
+        assert (drafts.num_layers, drafts.draft_vocab_size, drafts.capture_layers) == (2, 100, (0, 2))
+        assert drafts.feature_size == 128
         assert torch.equal(head.to_target(torch.arange(100)), vocab_map.t2d.nonzero().flatten())
 
 

@@ -141,8 +141,8 @@ class TestTeacher:
         Target(model)
 
         class Forgetful(DenseCausal):
-            def _document(self, call, rows, length):
-                return super()._document(dataclasses.replace(call, **{lost: None}), rows, length)
+            def _document(self, call, length):
+                return super()._document(dataclasses.replace(call, **{lost: None}), length)
 
         monkeypatch.setattr(eagle3.target, "DenseCausal", Forgetful)
         with pytest.raises(UnsupportedTargetError, match="differ from the model's own"):

@@ -101,8 +101,9 @@ def fresh_prefill(target: Target, tokens: list[int], layers: tuple[int, ...]) ->
 
 def fresh_head_prefill(target: Target, head: Eagle3Head, features: Tensor, tokens: list[int]) -> KVPool:
     rows = torch.arange(len(tokens) - 1)
-    pool, ctx = one_document([KVShape(heads, dim, dim) for heads, dim in head.kv_shapes], len(rows))
-    head.step(head.start(features), head.embed(torch.tensor(tokens[1:]), target), rows, ctx)
+    inputs = head.start(features), head.embed(torch.tensor(tokens[1:]), target), rows
+    pool, ctx = one_document(probe_shapes(lambda ctx: head.step(*inputs, ctx))[0], len(rows))
+    head.step(*inputs, ctx)
     return pool
 
 

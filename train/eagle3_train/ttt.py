@@ -60,18 +60,28 @@ class TTTOutput:
 
 
 class TTTContext:
-    """The head's attention in training: step 0 lends keys to everyone, later steps only to their own row."""
+    """The head's attention in training: step 0 lends keys to everyone, later steps only to their own row.
+
+    Step 0 brings every row and asks for `rows` or all of them, later steps bring and ask for `rows` alone.
+    """
 
     def __init__(self, rows: Tensor, lengths: list[int]):
         self.rows, self.lengths = rows, lengths
         self._keys: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def attend(self, call: AttentionCall) -> Tensor:
+        if call.softcap is not None or call.sinks is not None:
+            raise RuntimeError(f"layer {call.layer}: the rollout's attention knows no soft-cap and no sinks")
         steps = self._keys.setdefault(call.layer, [])
         steps.append((call.key, call.value))
         (key, value), own = steps[0], steps[1:]
-        everyone = torch.arange(key.shape[1], device=key.device)
-        rows = self.rows if call.query.shape[1] == len(self.rows) else everyone
+        if own:
+            if call.query_rows is not None:
+                raise RuntimeError(f"layer {call.layer}: step {len(own)} asks for some of its rows, not for all")
+            rows = self.rows
+        else:
+            everyone = torch.arange(key.shape[1], device=key.device)
+            rows = everyone if call.query_rows is None else call.query_rows
         own_key = (
             torch.stack([k for k, _ in own]) if own else call.key.new_empty(0, key.shape[0], len(rows), key.shape[2])
         )

@@ -48,7 +48,9 @@ def _attend(query, key, value, view: TreeView, slot: int, scaling, window, softc
     folded = query.reshape(key.shape[0], groups * n, -1)
     if softcap is not None or sinks is not None:
         sinks = None if sinks is None else sinks.float().view(-1, groups, 1).repeat_interleave(n, 1)
-        out = _by_formula(folded, key, value, view.bias(slot, window, groups, query.dtype), scaling, softcap, sinks)
+        out = formula_attention(
+            folded, key, value, view.bias(slot, window, groups, query.dtype), scaling, softcap, sinks
+        )
     elif n <= MOST_FOLDED_ROWS:
         bias = view.bias(slot, window, groups, query.dtype)
         out = F.scaled_dot_product_attention(folded[None], key[None], value[None], attn_mask=bias, scale=scaling)
@@ -62,7 +64,25 @@ def _attend(query, key, value, view: TreeView, slot: int, scaling, window, softc
     return out.reshape(heads, n, -1).transpose(0, 1).contiguous()
 
 
-def _by_formula(query, key, value, bias, scaling, softcap, sinks) -> Tensor:
+def formula_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention by its formula, softmax in fp32: what transformers' "eager" computes, in its order.
+
+    Args:
+        query: [h, M, d], each of the h heads over keys and values of its own.
+        key, value: [h, L, d] and [h, L, dv].
+        bias: 0 where a row sees a key and -inf elsewhere [M, L]; None = all is seen.
+        sinks: fp32 [h, M, 1].
+    Returns:
+        [h, M, dv].
+    """
     scores = (query @ key.transpose(1, 2)) * scaling
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
