@@ -111,6 +111,8 @@ class HeadConfig:
             raise ConfigError(f"draft_vocab_size {self.draft_vocab_size} exceeds the vocabulary of {self.vocab_size}")
         if not self.capture_layers:
             raise ConfigError("capture_layers is empty: the head needs at least one feature")
+        if any(type(layer) is not int for layer in self.capture_layers):
+            raise ConfigError(f"capture_layers is {self.capture_layers!r}; it must be a list of layer numbers")
         if not isinstance(self.rope_parameters, dict):
             raise ConfigError(f"rope_parameters is {self.rope_parameters!r}; it must be a mapping")
         object.__setattr__(self, "capture_layers", tuple(self.capture_layers))
@@ -132,6 +134,8 @@ def _check_fields(config: Any) -> None:
             continue
         if int in kinds and Ellipsis not in kinds and (type(value) is not int or value < 1):
             raise ConfigError(f"{name} is {value!r}; it must be a whole number, 1 or more")
+        if float in kinds and (type(value) not in (int, float) or not 0 < value < float("inf")):
+            raise ConfigError(f"{name} is {value!r}; it must be a number above 0")
         if bool in kinds and type(value) is not bool:
             raise ConfigError(f"{name} is {value!r}; it must be true or false")
 
@@ -182,12 +186,27 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         what = "is a folder" if Path(path).is_dir() else "does not exist"
         raise ConfigError(f"config {str(path)!r} {what}; give a YAML file such as recipes/base/smollm2-135m.yaml")
     try:
-        content = yaml.safe_load(Path(path).read_text())
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        content = yaml.load(Path(path).read_text(), _unique_keys(yaml.SafeLoader))
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, OSError) as error:
         raise ConfigError(f"config {str(path)!r} cannot be read as YAML: {_plain(str(error))}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"config {str(path)!r} holds a {type(content).__name__}, not a mapping of settings")
     return content
+
+
+def _unique_keys(loader: Any) -> Any:
+    """The YAML loader, refusing a key that stands twice in one mapping: the first one would be ignored."""
+
+    class Unique(loader):
+        def construct_mapping(self, node, deep=False):
+            seen: set[str] = set()
+            for key, _ in node.value:
+                if str(key.value) in seen:
+                    raise ConfigError(f"line {key.start_mark.line + 1} sets {key.value!r} a second time")
+                seen.add(str(key.value))
+            return super().construct_mapping(node, deep)
+
+    return Unique
 
 
 def unknown_key(name: str, known: set[str], where: str) -> ConfigError:

@@ -34,6 +34,8 @@ class RopeSpec:
             dim = int(self.head_dim * parameters.get("partial_rotary_factor", 1.0))
             if parameters.get("rope_theta") is None:
                 raise ConfigError(f"rope parameters {parameters} lack rope_theta")
+            if not isinstance(parameters["rope_theta"], int | float) or not parameters["rope_theta"] > 0:
+                raise ConfigError(f"rope_theta is {parameters['rope_theta']!r}; it must be a number above 0")
             return 1.0 / parameters["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float) / dim), 1.0
         return _scaled_tables(kind, parameters, self.head_dim, self.max_positions)
 

@@ -1,6 +1,7 @@
 """The frozen target: any Hugging Face causal LM driven through the attention seam, checked when it is loaded."""
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -246,7 +247,7 @@ def resolve_path(path: str | Path) -> str:
 
     if str(path) == EMBEDDED:
         return str(embedded_model_path())
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ConfigError(f"target folder {str(path)!r} has no config.json")
     if folder.is_file():
@@ -299,6 +300,8 @@ def eos_ids(config: Any, generation_config: Any = None, tokenizer: Any = None) -
     if tokenizer is not None:
         named.append(tokenizer.eos_token_id)
     flat = [i for x in named if x is not None for i in (x if isinstance(x, list | tuple) else [x])]
+    if odd := [i for i in flat if type(i) is not int]:
+        raise ConfigError(f"eos_token_id holds {odd[0]!r}; it must be a token id or a list of them")
     return tuple(sorted(set(flat)))
 
 

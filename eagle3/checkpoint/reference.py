@@ -126,6 +126,16 @@ def read_config(folder: Path, target: Target) -> HeadConfig:
         CheckpointError: a file is missing or broken, a setting is unknown, absent or impossible.
     """
     content = _read_json(folder)
+    if content.get("hidden_act", "silu") != "silu":
+        raise CheckpointError(f"{folder / CONFIG}: hidden_act {content['hidden_act']!r} is not silu, the only one here")
+    try:
+        return _config_of(content, target, folder)
+    except (TypeError, ValueError, AttributeError, ConfigError) as error:
+        # the file is another tool's, or edited by hand: any value may be of any type
+        raise CheckpointError(f"{folder / CONFIG}: {error}") from error
+
+
+def _config_of(content: dict[str, Any], target: Target, folder: Path) -> HeadConfig:
     own = content["eagle3"] if "eagle3" in content else _foreign_block(content, target, folder)
     if not isinstance(own, dict) or own.get("schema") != SCHEMA:
         schema = own.get("schema") if isinstance(own, dict) else own
@@ -134,10 +144,7 @@ def read_config(folder: Path, target: Target) -> HeadConfig:
         raise CheckpointError(f"{folder / CONFIG}: the eagle3 block has unknown settings {unknown}; known: {_OWN}")
     sizes = {name: content[name] for name in _SIZES if content.get(name) is not None}
     options = {name: value for name, value in own.items() if name != "schema"}
-    try:
-        return HeadConfig(**{**_implied(content, folder), **sizes, **options})
-    except (TypeError, ConfigError) as error:
-        raise CheckpointError(f"{folder / CONFIG}: {error}") from error
+    return HeadConfig(**{**_implied(content, folder), **sizes, **options})
 
 
 def _read_json(folder: Path) -> dict[str, Any]:
@@ -151,7 +158,7 @@ def _read_json(folder: Path) -> dict[str, Any]:
             raise CheckpointError(f"{str(folder)!r} is no head: {name} is missing{hint}")
     try:
         content = json.loads((folder / CONFIG).read_text())
-    except (ValueError, OSError) as error:
+    except (ValueError, RecursionError, OSError) as error:
         raise CheckpointError(f"{folder / CONFIG} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{folder / CONFIG} holds no JSON object")

@@ -343,6 +343,16 @@ class TestBroken:
             (lambda c: c.update(num_key_value_heads=3), "4 attention heads are not a multiple of 3"),
             (lambda c: c.update(rope_parameters=[3]), "rope_parameters is"),
             (lambda c: c.update(rope_parameters={"rope_type": "abacus"}), "rope_type 'abacus' is unknown"),
+            (lambda c: c["rope_parameters"].update(rope_theta="x"), "rope_theta is 'x'"),
+            (lambda c: c["rope_parameters"].update(rope_theta=0), "rope_theta is 0"),
+            (lambda c: c.update(rms_norm_eps="x"), "rms_norm_eps is 'x'"),
+            (lambda c: c.update(rms_norm_eps=-1.0), "rms_norm_eps is -1.0"),
+            (lambda c: c.update(hidden_act="gelu"), "hidden_act 'gelu'"),
+            (lambda c: c["eagle3"].update(capture_layers="abc"), "capture_layers is"),
+            (lambda c: c["eagle3"].update(capture_layers=[1.5, 2, 3]), "capture_layers is"),
+            (lambda c: (c.pop("eagle3"), c.update(eagle_config=3)), "config.json"),
+            (lambda c: (c.pop("eagle3"), c.update(eagle_aux_hidden_state_layer_ids=[1, "a"])), "config.json"),
+            (lambda c: (c.pop("eagle3"), c.pop("rope_parameters"), c.update(rope_scaling="abc")), "config.json"),
             (lambda c: (c.pop("rope_parameters"), c.pop("rope_theta")), "neither rope_parameters nor rope_theta"),
         ],
     )
@@ -352,7 +362,7 @@ class TestBroken:
             load_head(change(config=edit), target)
         assert "\n" not in str(error.value)
 
-    @pytest.mark.parametrize("content", ["{", "[]", "3", "\x00"])
+    @pytest.mark.parametrize("content", ["{", "[]", "3", "\x00", "[" * 100_000])
     def test_config_is_no_object(self, folder, target, content):
         """Catches: tracebacks from the JSON reader."""
         (folder / "config.json").write_text(content)

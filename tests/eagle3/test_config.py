@@ -106,6 +106,9 @@ class TestReading:
         ("files: a.jsonl", r"Expected a list such as \[a, b\]"),
         ("inner: {rate: quick}", r'key "inner\.rate": Expected a float'),
         ("steps: 0", "steps is 0; it must be 1 or more"),
+        ("steps: 2\nname: y\nsteps: 3", "line 3 sets 'steps' a second time"),
+        ("inner: {rate: 0.1, rate: 0.2}", "line 1 sets 'rate' a second time"),
+        ("{a: " * 3000, "cannot be read as YAML"),
     ],
 )
 def test_wrong_yaml_is_one_line(yaml, text, words):

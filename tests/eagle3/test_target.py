@@ -296,6 +296,13 @@ class TestTokens:
         assert target.eos_ids == (7, 9, 11, target.tokenizer.eos_token_id)
         assert Target(build("llama")).eos_ids == ()
 
+    @pytest.mark.parametrize("named", ["x", [3, None], 2.0])
+    def test_eos_that_is_no_id(self, build, named):
+        model = build("llama")
+        model.generation_config.eos_token_id = named
+        with pytest.raises(ConfigError, match="eos_token_id holds"):
+            eos_ids(model.config, model.generation_config)
+
     def test_eos_ids_need_no_model(self, build):
         """Catches: data tools with another rule for what ends a reply than the target's."""
         model, tokenizer = build("llama", eos_token_id=[7, 3]), tiny_tokenizer()
