@@ -121,6 +121,11 @@ def test_flag_that_nobody_knows(fails):
         ({"data__files": f"[{ROOT}]"}, "is a folder"),
         ({"data__max_length": 8}, "0 of 8 chats kept"),
         ({"init_head": "nowhere"}, "'nowhere' does not exist"),
+        ({"init_head": "~/nowhere"}, f"{Path.home()}/nowhere"),
+        ({"data__files": "[~/missing.jsonl]"}, f"{Path.home()}/missing.jsonl: no such file"),
+        ({"target": "~nobody-here/x/y"}, "does not exist"),
+        ({"seed": 2**70}, "64 bits"),
+        ({"optim__final_ratio": -5}, "optim.final_ratio is -5"),
     ],
 )
 def test_setting_out_of_range(fails, changes, found):

@@ -136,10 +136,11 @@ def test_progress_rate_follows_the_last_steps_and_other_ranks_are_silent():
 
 class FakeAccelerator:
     def __init__(self, fail_times=0):
-        self.fail_times, self.started, self.logged = fail_times, [], []
+        self.fail_times, self.started, self.logged, self.trackers = fail_times, [], [], []
 
     def init_trackers(self, project, config, init_kwargs):
         self.started.append((project, config, init_kwargs))
+        self.trackers.append(len(self.started))
         if len(self.started) <= self.fail_times:
             raise RuntimeError("no api key")
 
@@ -177,10 +178,15 @@ def test_wandb_without_login_goes_offline_and_says_so(tmp_path, installed, monke
     accelerator = FakeAccelerator(fail_times=1)
     Trackers(["wandb"], tmp_path).start(accelerator, {})
     assert accelerator.started[1][2]["wandb"]["mode"] == "offline"
+    assert accelerator.trackers == [2]
     assert capsys.readouterr().err.count("offline") == 1
     monkeypatch.setenv("WANDB_MODE", "online")
+    trackers, accelerator = Trackers(["wandb"], tmp_path), FakeAccelerator(fail_times=1)
     with pytest.raises(ConfigError, match="no api key"):
-        Trackers(["wandb"], tmp_path).start(FakeAccelerator(fail_times=1), {})
+        trackers.start(accelerator, {})
+    # accelerate ends trackers that never started with an AttributeError
+    accelerator.end_training = lambda: pytest.fail("ended")
+    trackers.finish()
 
 
 def test_absent_tracker_is_said_once_and_left_out(tmp_path, installed, capsys):

@@ -323,6 +323,23 @@ def test_wandb_offline(made, tmp_path, monkeypatch):
     assert progress["state"]["tracker"]["run_id"] == run_id
 
 
+def test_wandb_without_login(made, tmp_path, monkeypatch):
+    """The run goes on, offline; accelerate would start the tracker that failed once more."""
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    start = wandb.init
+
+    def no_login(mode="online", **settings):
+        if mode == "online":
+            raise RuntimeError("no API key configured")
+        return start(mode=mode, **settings)
+
+    monkeypatch.setattr(wandb, "init", no_login)
+    run = train(made, tmp_path / "run", log_with="[wandb]", max_steps=2, save_every=2, eval_every=2)
+    assert len(list((run / "tracking/wandb").glob("offline-run-*"))) == 1
+
+
 def launch(*command, **env):
     return subprocess.run(
         [sys.executable, "-m", *command], env={**ENV, **env}, capture_output=True, text=True, timeout=300

@@ -1,5 +1,6 @@
 """The trainer's settings: one default, in one place. YAML keys and dotted flags are these names."""
 
+import os
 import re
 from dataclasses import dataclass, field
 
@@ -22,7 +23,7 @@ class DataConfig:
     eval_rows: int = 64
 
     def __post_init__(self):
-        object.__setattr__(self, "files", tuple(self.files))
+        object.__setattr__(self, "files", tuple(map(os.path.expanduser, self.files)))
         _at_least("data.max_length", self.max_length, 3)
         _at_least("data.eval_rows", self.eval_rows, 1)
 
@@ -72,6 +73,8 @@ class OptimConfig:
             raise ConfigError("optim.lr and optim.clip must be above 0, optim.weight_decay 0 or more")
         if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1 and 0 <= self.warmup_ratio < 1):
             raise ConfigError("optim.beta1, optim.beta2 and optim.warmup_ratio must be in [0, 1)")
+        if not 0 <= self.final_ratio <= 1:
+            raise ConfigError(f"optim.final_ratio is {self.final_ratio}; it must be in [0, 1]")
 
 
 @dataclass(frozen=True)
@@ -128,10 +131,15 @@ class TrainConfig:
 
     def __post_init__(self):
         object.__setattr__(self, "log_with", tuple(self.log_with))
+        object.__setattr__(self, "output", os.path.expanduser(self.output))
+        if self.init_head is not None:
+            object.__setattr__(self, "init_head", os.path.expanduser(self.init_head))
         for name in ("rows_per_batch", "accumulation", "max_steps", "eval_every", "save_every", "log_every"):
             _at_least(name, getattr(self, name), 1)
         if self.threads is not None:
             _at_least("threads", self.threads, 1)
+        if not -(2**63) <= self.seed < 2**63:
+            raise ConfigError(f"seed is {self.seed}; it must fit 64 bits")
         if self.resume not in ("auto", "never"):
             raise ConfigError(f"resume is {self.resume!r}; use auto or never")
         if not re.fullmatch(r"auto|(cpu|cuda|mps|xpu|npu)(:\d+)?", self.device):

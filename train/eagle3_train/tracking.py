@@ -200,7 +200,6 @@ class Trackers:
         """
         if not self.names:
             return
-        self._accelerator = accelerator
         self.run_id = (state or {}).get("run_id", self.run_id)
         settings = _flat(plain(config))
         Path(self.folder).mkdir(parents=True, exist_ok=True)
@@ -213,7 +212,10 @@ class Trackers:
                 f"wandb cannot start online ({error}); its run is kept offline in {self.folder}",
                 file=sys.stderr,
             )
+            # accelerate keeps the tracker that failed, and would start it again
+            accelerator.trackers.clear()
             accelerator.init_trackers(self.project, settings, init_kwargs=self.init_kwargs(mode="offline"))
+        self._accelerator = accelerator
 
     def init_kwargs(self, **options: Any) -> dict[str, dict[str, Any]]:
         """What `accelerator.init_trackers` takes: one run id, resumed where W&B knows it already."""
