@@ -1,5 +1,6 @@
 """Load what a run needs: device, target, head. Raises errors that name the flag at fault."""
 
+import os
 from importlib import resources
 from pathlib import Path
 
@@ -34,7 +35,7 @@ def pick_device(name: str) -> torch.device:
 def load_target(settings: RunSettings, device: torch.device) -> Target:
     """Raises ConfigError for a path that does not exist, before a hub is asked for it."""
     transformers.utils.logging.disable_progress_bar()
-    path = Path(settings.target).expanduser()
+    path = Path(os.path.expanduser(settings.target))
     if (path.is_absolute() or settings.target.startswith(".")) and not path.exists():
         raise ConfigError(f"--target {settings.target} does not exist, expected a model folder or a hub id")
     name = str(path) if path.exists() else settings.target
@@ -64,7 +65,7 @@ def draft_folder(settings: RunSettings) -> Path | None:
     if settings.draft == RANDOM_DRAFT:
         return None
     if settings.draft is not None:
-        folder = Path(settings.draft).expanduser()
+        folder = Path(os.path.expanduser(settings.draft))
         if not folder.is_dir():
             what = "is not a folder" if folder.exists() else "does not exist"
             raise CheckpointError(f"--draft {settings.draft} {what}, expected the folder of a head or {RANDOM_DRAFT!r}")

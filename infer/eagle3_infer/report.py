@@ -227,7 +227,8 @@ def write_json(report: dict[str, Any], path: Path) -> None:
     """Write under a temporary name beside `path`, then rename."""
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        # a lone surrogate (an argument or an id that is no text) becomes the escape that JSON has for it
+        with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
             json.dump(report, file, indent=1, ensure_ascii=False, allow_nan=False)
         # mkstemp makes files private; a report is as readable as any other file
         mask = os.umask(0)

@@ -3,6 +3,7 @@
 `bench.py` does the timing; this module decides the order of things and what is printed.
 """
 
+import os
 import platform
 import sys
 from collections.abc import Sequence
@@ -80,7 +81,7 @@ def compare(settings: RunSettings, target: Target, bench: Bench) -> Comparison:
 
 
 def prompts_path(settings: RunSettings) -> Path:
-    return shipped_prompts_path() if settings.prompts is None else Path(settings.prompts).expanduser()
+    return shipped_prompts_path() if settings.prompts is None else Path(os.path.expanduser(settings.prompts))
 
 
 def header_lines(

@@ -75,6 +75,8 @@ class RunSettings:
             raise ConfigError(f"--dtype is {self.dtype!r}, expected one of {', '.join(DTYPES)}")
         if "" in self.stop:
             raise ConfigError("--stop is an empty string, which would end every reply at once")
+        if any("\ud800" <= letter <= "\udfff" for text in self.stop for letter in text):
+            raise ConfigError("--stop holds bytes that are no text in this locale's encoding")
         if self.json is not None:
             check_writable(Path(self.json))
         self.plans()
@@ -114,6 +116,8 @@ def check_writable(path: Path) -> None:
     """Raise before the run, not after it, when the report could not be written to `path`."""
     if path.is_dir():
         raise ConfigError(f"--json {path} is a folder, expected a file to write")
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"--json {path} is a device or a pipe; the report replaces a file, give another path")
     if not path.parent.is_dir():
         raise ConfigError(f"--json {path}: the folder {path.parent} does not exist")
     if not os.access(path.parent, os.W_OK):
