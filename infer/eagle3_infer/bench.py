@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -20,7 +20,13 @@ from eagle3_infer.request import STAGES, Request, Result
 from eagle3_infer.settings import HF, ModePlan, RunSettings
 
 WARM_UP_TOKENS = 16
-Decoder = Callable[[Request], Result]
+
+
+class Decoder(NamedTuple):
+    """How a mode runs a request, and what it does before, untimed."""
+
+    decode: Callable[[Request], Result]
+    prepare: Callable[[Sequence[Request]], None]
 
 
 class Shows(Protocol):
@@ -93,30 +99,29 @@ class Bench:
 
     def _run_mode(self, plan: ModePlan, mode: ModeRun, warm_up: bool) -> None:
         outputs: list[Output] = []
-        with self._decoder(plan) as decode:
+        with self._decoder(plan) as decoder:
             if warm_up:
-                self._warm_up(decode)
+                self._warm_up(decoder)
             mode.repeats.append(outputs)
             reset_peak(self.target.device)
             for turn in self._requests(outputs):
                 self.progress.show(f"{plan.key}: prompt {turn.prompt.id} turn {turn.turn + 1}")
-                outputs.append(self._timed(plan.key, turn, decode))
+                outputs.append(self._timed(plan.key, turn, decoder))
             mode.peak_memory_bytes = peak_bytes(self.target.device)
 
     @contextmanager
     def _decoder(self, plan: ModePlan) -> Iterator[Decoder]:
         if plan.kind == HF:
             with hf_decoder(self.target) as decode:
-                yield decode
-        elif plan.tree is None:
-            yield Engine(self.target).generate_one
+                yield Decoder(decode, lambda requests: None)
         else:
-            yield Engine(self.target, self.head, plan.tree).generate_one
+            engine = Engine(self.target, self.head if plan.tree else None, plan.tree)
+            yield Decoder(engine.generate_one, engine.prepare)
 
-    def _warm_up(self, decode: Decoder) -> None:
+    def _warm_up(self, decoder: Decoder) -> None:
         request = self._turn(0, self.prompts[0], 0, []).request
         self.progress.show("warming up")
-        decode(replace(request, max_new_tokens=min(WARM_UP_TOKENS, request.max_new_tokens)))
+        decoder.decode(replace(request, max_new_tokens=min(WARM_UP_TOKENS, request.max_new_tokens)))
 
     def _requests(self, outputs: list[Output]) -> Iterator[Turn]:
         """The turns to run: made from the replies as they come in the first pass, the same ones ever after."""
@@ -150,10 +155,11 @@ class Bench:
     def _excess(self, turn: Turn) -> int:
         return len(turn.request.prompt_ids) + self.settings.max_new_tokens - self.target.max_positions
 
-    def _timed(self, mode: str, turn: Turn, decode: Decoder) -> Output:
+    def _timed(self, mode: str, turn: Turn, decoder: Decoder) -> Output:
+        decoder.prepare([turn.request])
         synchronise(self.target.device)
         start = time.perf_counter()
-        result = decode(turn.request)
+        result = decoder.decode(turn.request)
         synchronise(self.target.device)
         return self._output(mode, turn, result, time.perf_counter() - start)
 

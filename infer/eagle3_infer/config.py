@@ -1,6 +1,6 @@
 """The engine's settings: tree, sampling, pools. Imports no torch, so that `--help` answers at once."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from eagle3.errors import ConfigError
 
@@ -71,16 +71,20 @@ class EngineConfig:
 
     Args:
         slots: requests that run at once.
-        page_size: K/V rows per page.
+        page_size, head_page_size: K/V rows per page of the target's and of the head's pool; None = the target's.
         max_tokens: K/V rows that one request may take; None = what the largest request needs.
+        pages, head_pages: capacity of the pools; None = `slots` requests of the largest size.
     """
 
     slots: int = 1
     page_size: int = 64
     max_tokens: int | None = None
+    pages: int | None = None
+    head_page_size: int | None = None
+    head_pages: int | None = None
 
     def __post_init__(self):
-        for name in ("slots", "page_size", "max_tokens"):
+        for name in asdict(self):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be 1 or more")

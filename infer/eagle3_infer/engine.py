@@ -10,17 +10,16 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from eagle3.errors import ConfigError, Eagle3Error
+from eagle3.errors import Eagle3Error
 from eagle3.heads.eagle3 import Eagle3Head
 from eagle3.target import Target
 from eagle3_infer.config import EngineConfig, TreeConfig
 from eagle3_infer.drafter import Committed, Drafter
-from eagle3_infer.kv import KVPool, KVShape, probe_shapes
+from eagle3_infer.kv import KVPool, PoolLayout, probe_shapes
 from eagle3_infer.metrics import StageClock
 from eagle3_infer.request import Request, Result
 from eagle3_infer.running import Running
-from eagle3_infer.sampling import Sampler
-from eagle3_infer.stops import Stops
+from eagle3_infer.scheduler import Scheduler
 from eagle3_infer.verifier import Accepted, Forward, Verifier
 from eagle3_kernels.relocate_kv import relocate_kv
 from eagle3_kernels.structures import FirstStep, Tree
@@ -42,16 +41,47 @@ class Engine:
         tree: TreeConfig | None = None,
         config: EngineConfig | None = None,
     ):
-        self.target, self.config = target, config or EngineConfig()
+        self.target = target
         self.drafter = None
         if head is not None and tree is not None:
             head.check_target(target)
             self.drafter = Drafter(target, head, tree)
-        self.verifier = Verifier(target, head.capture_layers if head is not None and self.drafter else ())
-        self.pools: list[KVPool] = []
-        self.running: list[Running] = []
+        self.verifier = Verifier(target, self.drafter.head.capture_layers if self.drafter else ())
+        self.scheduler = Scheduler(target, self._layouts(), tree, config or EngineConfig())
         self.trees = self._bare_trees()
-        self._shapes: list[tuple[list[KVShape], torch.dtype]] = []
+
+    @torch.inference_mode()
+    def _layouts(self) -> list[PoolLayout]:
+        one = torch.zeros(1, dtype=torch.int64, device=self.target.device)
+        layouts = [probe_shapes(lambda ctx: self.target.hidden(one, one, ctx))]
+        if self.drafter is not None:
+            head = self.drafter.head
+            embeds = head.embed(one, self.target)
+            features = torch.zeros(1, head.config.feature_size, device=self.target.device)
+            layouts.append(probe_shapes(lambda ctx: head.step(head.start(features), embeds, one, ctx)))
+        return layouts
+
+    @property
+    def pools(self) -> list[KVPool]:
+        """The target's pool and, with a drafter, the head's."""
+        return self.scheduler.pools
+
+    @property
+    def running(self) -> list[Running]:
+        return self.scheduler.running
+
+    @torch.inference_mode()
+    def prepare(self, requests: Sequence[Request]) -> None:
+        """Check the requests and allocate what they need, where it is not there yet; `generate` does so itself.
+
+        Raises:
+            ConfigError: a request that the target or the pools cannot hold.
+        """
+        for request in requests:
+            self.scheduler.check(request)
+        if requests:
+            self.scheduler.reserve(requests)
+            self.verifier.reserve(self.scheduler.rows_at_once(requests))
 
     def generate_one(self, request: Request) -> Result:
         return self.generate([request])[0]
@@ -69,9 +99,7 @@ class Engine:
             Eagle3Error: logits that are not finite.
         """
         requests = list(requests)
-        for request in requests:
-            self._check(request)
-        self._allocate(requests)
+        self.prepare(requests)
         waiting, results = deque(enumerate(requests)), {}
         try:
             while waiting or self.running:
@@ -82,109 +110,21 @@ class Engine:
         except FloatingPointError as error:
             raise Eagle3Error(str(error)) from error
         finally:
-            self._reset()
+            self.scheduler.reset()
+            self.trees = self._bare_trees()
         return [results[number] for number in range(len(requests))]
 
     def step(self, waiting: deque[tuple[int, Request]]) -> list[Running]:
         """One round for all running requests and the first one for those that join; returns those that are done."""
         clock = StageClock()
-        joined = self._admit(waiting)
+        joined = self.scheduler.admit(waiting)
         everyone = [*self.running, *joined]
         committed = self._verify(clock, joined)
         done = [sequence for sequence in everyone if sequence.finish_reason]
         self._draft(clock, committed)
-        self._release(sequence.slot for sequence in done)
+        self.scheduler.release(sequence.slot for sequence in done)
         clock.rest([sequence.metrics for sequence in everyone])
         return done
-
-    # joining and leaving
-
-    def _check(self, request: Request) -> None:
-        name, vocab = f"prompt {request.prompt_id}", self.target.vocab_size
-        odd = [i for i in request.prompt_ids if not 0 <= i < vocab]
-        if odd:
-            raise ConfigError(f"{name} holds token id {odd[0]}; the target's ids are 0 .. {vocab - 1}")
-        if request.stop and self.target.tokenizer is None:
-            raise ConfigError(f"{name} has stop strings, which need a tokenizer; the target has none")
-        # the last token is emitted, never run
-        rows = len(request.prompt_ids) + request.max_new_tokens - 1
-        if rows > self.target.max_positions:
-            raise ConfigError(
-                f"{name}: {len(request.prompt_ids)} prompt tokens and max_new_tokens {request.max_new_tokens} need "
-                f"{rows} positions; the target has {self.target.max_positions}"
-            )
-        wanted = max(self._rows_needed(request))
-        if self.config.max_tokens is not None and wanted > self.config.max_tokens:
-            raise ConfigError(
-                f"{name} needs {wanted} K/V rows (prompt, output and one tree); "
-                f"max_tokens allows {self.config.max_tokens}"
-            )
-
-    def _rows_needed(self, request: Request) -> list[int]:
-        """K/V rows of one request in each pool, its fresh rows included."""
-        rows = len(request.prompt_ids) + request.max_new_tokens
-        if self.drafter is None:
-            return [rows]
-        tree = self.drafter.tree
-        return [rows + tree.nodes, rows + tree.top_k * (tree.depth - 1)]
-
-    def _allocate(self, requests: Sequence[Request]) -> None:
-        """Pools for as many of the largest requests as can run at once, kept while they are large enough."""
-        if not requests:
-            return
-        page = self.config.page_size
-        rows = [max(each) for each in zip(*map(self._rows_needed, requests), strict=True)]
-        if self.config.max_tokens is not None:
-            rows = [self.config.max_tokens] * len(rows)
-        pages = [min(self.config.slots, len(requests)) * -(-r // page) for r in rows]
-        if self.pools and all(pool.pages >= p for pool, p in zip(self.pools, pages, strict=True)):
-            return
-        self.pools = [
-            KVPool(shapes, self.config.slots, p, page, dtype, self.target.device)
-            for (shapes, dtype), p in zip(self._pool_shapes(), pages, strict=True)
-        ]
-
-    def _pool_shapes(self) -> list[tuple[list[KVShape], torch.dtype]]:
-        if not self._shapes:
-            one = torch.zeros(1, dtype=torch.int64, device=self.target.device)
-            self._shapes.append(probe_shapes(lambda ctx: self.target.hidden(one, one, ctx)))
-            if self.drafter is not None:
-                head = self.drafter.head
-                embeds = head.embed(one, self.target)
-                features = torch.zeros(1, head.config.feature_size, device=self.target.device)
-                self._shapes.append(probe_shapes(lambda ctx: head.step(head.start(features), embeds, one, ctx)))
-        return self._shapes
-
-    def _admit(self, waiting: deque[tuple[int, Request]]) -> list[Running]:
-        """Waiting requests take free slots while both pools have room for them."""
-        joined: list[Running] = []
-        free = sorted(set(range(self.config.slots)) - {s.slot for s in self.running})
-        for slot in free:
-            if not waiting or not self._assign(slot, waiting[0][1]):
-                break
-            number, request = waiting.popleft()
-            eos = self.target.eos_ids if request.eos_ids is None else request.eos_ids
-            stops = Stops(eos, request.stop, request.max_new_tokens, self.target.tokenizer)
-            joined.append(Running(request, number, slot, Sampler.of(request), stops, list(request.prompt_ids)))
-        return joined
-
-    def _assign(self, slot: int, request: Request) -> bool:
-        if all(pool.assign(slot, rows) for pool, rows in zip(self.pools, self._rows_needed(request), strict=True)):
-            return True
-        for pool in self.pools:
-            pool.release(slot)
-        return False
-
-    def _release(self, slots: Iterable[int]) -> None:
-        for slot in slots:
-            for pool in self.pools:
-                pool.release(slot)
-
-    def _reset(self) -> None:
-        """Nothing runs, whatever interrupted the last step."""
-        self._release(range(self.config.slots))
-        self.running = []
-        self.trees = self._bare_trees()
 
     def _bare_trees(self) -> Tree:
         roots = [sequence.root for sequence in self.running]
@@ -243,12 +183,14 @@ class Engine:
                 tokens=torch.cat(tokens),
                 counts=counts,
                 slots=[s.slot for s in sequences],
-                before=[s.length for s in sequences],
+                before=[s.head_length for s in sequences],
                 levels=[s.useful_levels for s in sequences],
             )
         for sequence, count in zip(sequences, counts, strict=True):
             sequence.length += count
-        self.running = sequences
+            if committed is not None:
+                sequence.head_length += count
+        self.scheduler.running = sequences
         return committed
 
     # first step -> levels -> tree

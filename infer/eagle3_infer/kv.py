@@ -24,6 +24,13 @@ class KVShape(NamedTuple):
     value_dim: int
 
 
+class PoolLayout(NamedTuple):
+    """What a pool must hold: a shape per layer, and their dtype."""
+
+    shapes: list[KVShape]
+    dtype: torch.dtype
+
+
 class ShapeProbe:
     """An attention context that notes what each layer brings and gives zeros."""
 
@@ -38,11 +45,11 @@ class ShapeProbe:
         return call.value.new_zeros(rows, heads, call.value.shape[-1])
 
 
-def probe_shapes(forward: Callable[[AttentionContext], object]) -> tuple[list[KVShape], torch.dtype]:
+def probe_shapes(forward: Callable[[AttentionContext], object]) -> PoolLayout:
     """K/V shapes of every layer, and their dtype, as one forward shows them."""
     probe = ShapeProbe()
     forward(probe)
-    return [probe.shapes[layer] for layer in sorted(probe.shapes)], probe.dtype
+    return PoolLayout([probe.shapes[layer] for layer in sorted(probe.shapes)], probe.dtype)
 
 
 class KVPool:

@@ -15,7 +15,7 @@ class Running:
     Args:
         number: the request's place in the caller's list.
         tokens: prompt and output so far.
-        length: committed K/V rows, in both pools.
+        length, head_length: committed K/V rows in the target's and in the head's pool.
     """
 
     request: Request
@@ -25,6 +25,7 @@ class Running:
     stops: Stops
     tokens: list[int]
     length: int = 0
+    head_length: int = 0
     finish_reason: str | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 

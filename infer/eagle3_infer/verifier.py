@@ -55,6 +55,12 @@ class Verifier:
         self.target = target
         self.capture = Capture(target, capture_layers, max_rows=0)
 
+    def reserve(self, rows: int) -> None:
+        """Make the feature buffer hold a forward of so many rows; kept while it does."""
+        held = self.capture.buffer
+        if held is not None and rows > held.shape[0]:
+            self.capture = Capture(self.target, self.capture.layers, max_rows=rows)
+
     def forward(
         self,
         pool: KVPool,
@@ -75,7 +81,6 @@ class Verifier:
             positions.append(row)
             blocks.append(Block(pool.view([sequence.slot], [0], row[None]), len(row)))
         ends = list(accumulate([*counts, *(s.prompt_length for s in joined)]))
-        self._reserve(ends[-1])
         with self.capture.rows(ends[-1]):
             hidden = self.target.hidden(torch.cat(ids), torch.cat(positions), PagedContext(pool, blocks))
         tree_rows = sum(counts)
@@ -97,11 +102,6 @@ class Verifier:
             positions.append((view.lens[:, None] + level).flatten().long())
             blocks.append(Block(view, count))
         return ids, positions, blocks
-
-    def _reserve(self, rows: int) -> None:
-        held = self.capture.buffer
-        if held is not None and rows > held.shape[0]:
-            self.capture = Capture(self.target, self.capture.layers, max_rows=max(rows, 2 * held.shape[0]))
 
     def accept(self, forward: Forward, tree: Tree, running: Sequence[Running]) -> Accepted:
         """Walk each running sequence's tree along the target's tokens."""

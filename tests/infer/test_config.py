@@ -37,7 +37,7 @@ def test_sampling_out_of_range(settings):
         SamplingConfig(**settings)
 
 
-@pytest.mark.parametrize("settings", [{"slots": 0}, {"page_size": 0}, {"max_tokens": 0}])
+@pytest.mark.parametrize("settings", [{"slots": 0}, {"page_size": 0}, {"max_tokens": 0}, {"head_pages": 0}])
 def test_engine_settings_out_of_range(settings):
     with pytest.raises(ConfigError, match=next(iter(settings))):
         EngineConfig(**settings)

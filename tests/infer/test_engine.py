@@ -11,7 +11,6 @@ from eagle3.heads.eagle3 import Eagle3Head
 from eagle3.target import Target
 from eagle3_infer.config import EngineConfig, SamplingConfig, TreeConfig
 from eagle3_infer.engine import Engine, Request
-from eagle3_infer.kv import KVPool
 from eagle3_infer.metrics import path_conflict
 from eagle3_infer.request import STAGES
 from oracles.invariants import CheckedEngine, KnowingHead, lower, random_head, shifted_target
@@ -116,14 +115,10 @@ def test_an_engine_is_as_new_after_each_run_and_after_an_error(world):
     assert engine.generate_one(Request(other, max_new_tokens=12)).token_ids == fresh.token_ids
 
 
-class TightEngine(CheckedEngine):
-    """Four slots over pools with room for about two requests."""
+class CountingEngine(CheckedEngine):
+    """Notes how many requests ever ran at once."""
 
     most = 0
-
-    def _allocate(self, requests):
-        shapes = [shapes for shapes, _ in self._pool_shapes()]
-        self.pools = [KVPool(each, slots=4, pages=12, page_size=8) for each in shapes]
 
     def step(self, waiting):
         done = super().step(waiting)
@@ -131,12 +126,30 @@ class TightEngine(CheckedEngine):
         return done
 
 
-def test_requests_wait_for_pages(world):
+@pytest.mark.parametrize("tight", [{"pages": 12}, {"head_pages": 12}, {"head_page_size": 4, "head_pages": 24}])
+def test_requests_wait_for_pages(world, tight):
+    """Four slots, one of the pools with room for about two requests."""
     prompts = random_prompts(world.target, 5)
-    engine = TightEngine(world.target, world.head, TREE, EngineConfig(slots=4, page_size=8))
+    engine = CountingEngine(world.target, world.head, TREE, EngineConfig(slots=4, page_size=8, **tight))
     results = engine.generate([Request(p, max_new_tokens=20, prompt_id=i) for i, p in enumerate(prompts)])
     assert [r.token_ids for r in results] == [greedy(world.target, p, 20) for p in prompts]
     assert engine.most == 2
+
+
+def test_a_request_larger_than_a_pool_is_refused(world):
+    engine = Engine(world.target, world.head, TREE, EngineConfig(page_size=8, head_page_size=4, head_pages=5))
+    with pytest.raises(ConfigError, match=r"needs 33 K/V rows .* the head's pool has 5 pages of 4"):
+        engine.generate_one(Request([1] * 4, max_new_tokens=20))
+
+
+def test_what_was_prepared_is_not_allocated_again(world):
+    engine = Engine(world.target, world.head, TREE)
+    requests = [Request(world.prompt, max_new_tokens=n) for n in (12, 4)]
+    engine.prepare(requests)
+    held = engine.verifier.capture, *engine.pools
+    for request in requests:
+        engine.generate_one(request)
+    assert (engine.verifier.capture, *engine.pools) == held
 
 
 def test_counts_add_up(world):

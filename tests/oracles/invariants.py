@@ -78,6 +78,7 @@ class CheckedEngine(Engine):
         done = super().step(waiting)
         for sequence in self.running:
             assert sequence.length == len(sequence.tokens) - 1
+            assert sequence.head_length == (0 if self.drafter is None else sequence.length)
             self.check_pools(sequence)
         return done
 
