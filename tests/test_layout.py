@@ -216,7 +216,7 @@ def run_python(code: str) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize("module", ["eagle3", "eagle3.embedded", "eagle3.config", "eagle3_infer.cli"])
+@pytest.mark.parametrize("module", ["eagle3", "eagle3.embedded", "eagle3.config", "eagle3.chats", "eagle3_infer.cli"])
 def test_import_is_light(module):
     """`eagle3-infer --help` answers at once."""
     heavy = {"torch", "transformers", "triton", "datasets", "accelerate", "gguf"}

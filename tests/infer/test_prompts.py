@@ -5,7 +5,7 @@ import json
 import pytest
 
 from eagle3.errors import DataError
-from eagle3_infer.prompts import Prompt, flat_ids, load_prompts, parse_prompt, render, shipped_prompts_path
+from eagle3_infer.prompts import Prompt, load_prompts, parse_prompt, render, shipped_prompts_path
 
 
 class Templated:
@@ -13,9 +13,10 @@ class Templated:
 
     chat_template = "yes"
 
-    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
-        assert not tokenize and add_generation_prompt
-        return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
+    def apply_chat_template(self, messages, tokenize, add_generation_prompt, **options):
+        assert add_generation_prompt
+        text = "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
+        return [ord(c) for c in text] if tokenize else text
 
     def __call__(self, text, add_special_tokens=True):
         return {"input_ids": [1] * add_special_tokens + [ord(c) for c in text]}
@@ -67,7 +68,7 @@ def test_limits(tmp_path):
         ('{"text": "x"}', "found only 'text'"),
         ('{"prompt": "a", "turns": ["b"]}', "found prompt and turns"),
         ('{"prompt": ""}', "non-empty string"),
-        ('{"prompt": 3}', "non-empty string"),
+        ('{"prompt": 3}', "must be a string"),
         ('{"prompt": "\\ud800"}', "lone surrogate"),
         ('{"turns": []}', "at least one string"),
         ('{"turns": "a"}', "at least one string"),
@@ -75,9 +76,10 @@ def test_limits(tmp_path):
         ('{"messages": {}}', "must be a list"),
         ('{"messages": []}', "must end with the user message"),
         ('{"messages": [{"role": "assistant", "content": "a"}]}', "must end with the user message"),
-        ('{"messages": [{"role": "robot", "content": "a"}]}', "'role'"),
+        ('{"messages": [{"role": "robot", "content": "a"}]}', "role 'robot'; allowed"),
         ('{"messages": ["a"]}', "'role'"),
-        ('{"messages": [{"role": "user"}]}', "'messages'[0]['content']"),
+        ('{"messages": [{"role": "user"}]}', "messages[0]: 'content'"),
+        ('{"messages": [{"role": "user", "content": ""}]}', "messages[0]: 'content' is empty"),
         ('{"prompt": "a", "category": 3}', "'category'"),
     ],
 )
@@ -91,7 +93,7 @@ def test_a_broken_line_is_named(tmp_path, line, told):
 def test_bad_files(tmp_path):
     for path, told in (
         (tmp_path, "is a folder"),
-        (tmp_path / "none.jsonl", "does not exist"),
+        (tmp_path / "none.jsonl", "no such file"),
         (write(tmp_path, "", "  "), "holds no prompt"),
     ):
         with pytest.raises(DataError, match=told):
@@ -126,11 +128,13 @@ def test_without_template_the_text_is_raw_and_keeps_special_tokens():
     assert text == "Hi" and ids == [1, ord("H"), ord("i")]
 
 
-def test_flat_ids():
-    assert flat_ids([[1, 2]]) == flat_ids([1, 2]) == [1, 2]
-    assert flat_ids([7]) == [7]
+def test_a_prompt_of_no_token():
+    class Empty(Plain):
+        def __call__(self, text, add_special_tokens=True):
+            return {"input_ids": []}
+
     with pytest.raises(DataError, match="no token"):
-        flat_ids([])
+        render(Empty(), [{"role": "user", "content": "Hi"}])
 
 
 def test_a_template_that_refuses_is_the_users_error():

@@ -4,10 +4,11 @@ import copy
 
 import pytest
 
+from eagle3.chats import render_ids
 from eagle3.embedded import embedded_model_path
 from eagle3.errors import DataError
 from eagle3_train.chats import Chat, Message
-from eagle3_train.render import ChatRenderer, render_ids
+from eagle3_train.render import ChatRenderer
 
 IM_END = 2
 
@@ -229,12 +230,3 @@ def test_what_the_template_refuses_names_the_turn(with_template):
 def test_empty_contents(chatml):
     row, *_ = ChatRenderer(chatml, (IM_END,)).rows(chat("", "", "x", "y"))
     assert spans(chatml, row) == ["<|im_end|>", "y<|im_end|>"]
-
-
-def test_render_ids_refuses_what_is_not_a_flat_list():
-    class Nested:
-        def apply_chat_template(self, messages, **options):
-            return {"input_ids": [[1, 2]]}
-
-    with pytest.raises(DataError, match="flat list"):
-        render_ids(Nested(), [{"role": "user", "content": "Hi"}])

@@ -8,16 +8,12 @@ target's greedy one).
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
+from eagle3.chats import check_message, kind, parse_object, read_lines
 from eagle3.errors import DataError
-
-ROLES = ("system", "user", "assistant")
 
 
 @dataclass(frozen=True)
@@ -50,23 +46,16 @@ def read_chats(files: list[str]) -> Iterator[Chat]:
         DataError: naming `file:line`, for the first line that is not a chat.
     """
     for file in files:
-        with _open(file) as lines:
-            for number, line in _numbered(lines, file):
-                if line.strip():
-                    yield parse_chat(line, f"{file}:{number}")
+        for source, line in read_lines(file):
+            yield parse_chat(line, source)
 
 
 def parse_chat(line: str, source: str) -> Chat:
     """Check one JSON line and return it as a Chat; DataError names `source`."""
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise DataError(f"{source}: not valid JSON ({error})") from None
-    if not isinstance(row, dict):
-        raise DataError(f"{source}: expected a JSON object with 'messages', found {_kind(row)}")
+    row = parse_object(line, source)
     messages = row.get("messages")
     if not isinstance(messages, list) or not messages:
-        found = f"keys {sorted(row)}" if messages is None else _kind(messages)
+        found = f"keys {sorted(row)}" if messages is None else kind(messages)
         raise DataError(f"{source}: 'messages' must be a non-empty list, found {found}")
     parsed = [_message(message, f"{source}: messages[{i}]") for i, message in enumerate(messages)]
     if row.get("reply_ids") is not None:
@@ -74,42 +63,8 @@ def parse_chat(line: str, source: str) -> Chat:
     return Chat(parsed, _finished(row, source), _temperature(row, source) == 0, source)
 
 
-def _open(file: str) -> TextIO:
-    path = Path(file)
-    if not path.exists():
-        raise DataError(f"{file}: no such file")
-    if path.is_dir():
-        raise DataError(f"{file} is a folder; name its .jsonl or .jsonl.gz files")
-    try:
-        return gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"{file}: cannot be opened ({error.strerror})") from None
-
-
-def _numbered(lines: TextIO, file: str) -> Iterator[tuple[int, str]]:
-    number = 0
-    while True:
-        number += 1
-        try:
-            line = lines.readline()
-        except UnicodeDecodeError as error:
-            raise DataError(f"{file}:{number}: not UTF-8 text ({error.reason})") from None
-        except (OSError, EOFError) as error:
-            raise DataError(f"{file}:{number}: cannot be read further ({error})") from None
-        if not line:
-            return
-        yield number, line
-
-
 def _message(message: Any, where: str) -> Message:
-    if not isinstance(message, dict):
-        raise DataError(f"{where} must be an object with 'role' and 'content', found {_kind(message)}")
-    role, content = message.get("role"), message.get("content")
-    if role not in ROLES:
-        raise DataError(f"{where} has role {role!r}; allowed: {', '.join(ROLES)}")
-    if not isinstance(content, str):
-        found = _kind(content) if "content" in message else "no such key"
-        raise DataError(f"{where}: 'content' must be a string, found {found}")
+    role, content = check_message(message, where)
     ids = message.get("token_ids")
     if ids is not None and role != "assistant":
         raise DataError(f"{where}: 'token_ids' belongs to assistant messages, this one is from {role!r}")
@@ -141,7 +96,3 @@ def _temperature(row: dict, source: str) -> float | None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0):
         raise DataError(f"{source}: 'temperature' must be a number >= 0, found {value!r}")
     return value
-
-
-def _kind(value: Any) -> str:
-    return "null" if value is None else f"{type(value).__name__} {str(value)[:40]!r}"

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from eagle3.chats import render_ids, render_text
 from eagle3.errors import DataError
 from eagle3_train.chats import Chat
 
@@ -44,20 +45,6 @@ class TurnEnd:
 
     ids: list[int]
     kept: int
-
-
-def render_ids(tokenizer: Any, messages: list[dict], add_generation_prompt: bool = False, **options: Any) -> list[int]:
-    """Render messages through the tokenizer's chat template to a flat list of ids.
-
-    transformers 5 returns a BatchEncoding by default (its len() is 2); the result is checked, not assumed.
-    """
-    out = tokenizer.apply_chat_template(
-        messages, tokenize=True, add_generation_prompt=add_generation_prompt, return_dict=False, **options
-    )
-    ids = out["input_ids"] if hasattr(out, "keys") else out
-    if not isinstance(ids, list) or any(type(i) is not int for i in ids):
-        raise DataError(f"the chat template returned {type(ids).__name__}, expected a flat list of token ids")
-    return ids
 
 
 class ChatRenderer:
@@ -178,22 +165,14 @@ class ChatRenderer:
     def _render(self, messages: list[dict], where: str, **options: Any) -> list[int]:
         try:
             return render_ids(self.tokenizer, messages, **options, **self._options)
-        except DataError:
-            raise
-        except Exception as error:  # a template is foreign code: it may raise anything
-            raise _template_error(where, error) from error
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from error
 
-    def _text(self, messages: list[dict], where: str, add_generation_prompt: bool = False) -> str:
+    def _text(self, messages: list[dict], where: str, **options: Any) -> str:
         try:
-            return self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt, **self._options
-            )
-        except Exception as error:  # a template is foreign code: it may raise anything
-            raise _template_error(where, error) from error
-
-
-def _template_error(where: str, error: Exception) -> DataError:
-    return DataError(f"{where}: the chat template failed: {type(error).__name__}: {error}")
+            return render_text(self.tokenizer, messages, **options, **self._options)
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from error
 
 
 def _common_suffix(a: str, b: str) -> int:
