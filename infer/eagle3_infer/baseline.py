@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from eagle3.target import Target
+from eagle3_infer.metrics import now
 from eagle3_infer.request import STAGES, Request, Result
 
 
@@ -36,7 +37,7 @@ def hf_generate(target: Target, model: Any, request: Request) -> Result:
     ids = torch.tensor([request.prompt_ids], device=target.device)
     clock = FirstTokenClock()
     torch.manual_seed(hash((request.sampling.seed, request.prompt_id, request.turn)) % 2**31)
-    start = time.perf_counter()
+    start = now(target.device)
     row = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -44,9 +45,7 @@ def hf_generate(target: Target, model: Any, request: Request) -> Result:
         streamer=clock,
         **({"tokenizer": target.tokenizer} if request.stop else {}),
     )
-    if target.device.type == "cuda":
-        torch.cuda.synchronize(target.device)
-    end = time.perf_counter()
+    end = now(target.device)
     tokens = row[0, ids.shape[1] :].tolist()
     return _as_result(request, tokens, clock.first - start, end - clock.first, _eos_ids(target, request))
 

@@ -1,12 +1,9 @@
 """Times every mode over the same turns in one process. Prints nothing but progress."""
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple, Protocol
-
-import torch
 
 from eagle3.errors import DataError
 from eagle3.heads.eagle3 import Eagle3Head
@@ -14,6 +11,7 @@ from eagle3.target import Target
 from eagle3_infer.baseline import hf_decoder
 from eagle3_infer.engine import Engine
 from eagle3_infer.memory import peak_bytes, reset_peak
+from eagle3_infer.metrics import now
 from eagle3_infer.prompts import Prompt, render
 from eagle3_infer.report import ModeRun, Output
 from eagle3_infer.request import STAGES, Request, Result
@@ -107,7 +105,8 @@ class Bench:
             for turn in self._requests(outputs):
                 self.progress.show(f"{plan.key}: prompt {turn.prompt.id} turn {turn.turn + 1}")
                 outputs.append(self._timed(plan.key, turn, decoder))
-            mode.peak_memory_bytes = peak_bytes(self.target.device)
+            peaks = mode.peak_memory_bytes, peak_bytes(self.target.device)
+            mode.peak_memory_bytes = max((peak for peak in peaks if peak is not None), default=None)
 
     @contextmanager
     def _decoder(self, plan: ModePlan) -> Iterator[Decoder]:
@@ -157,11 +156,9 @@ class Bench:
 
     def _timed(self, mode: str, turn: Turn, decoder: Decoder) -> Output:
         decoder.prepare([turn.request])
-        synchronise(self.target.device)
-        start = time.perf_counter()
+        start = now(self.target.device)
         result = decoder.decode(turn.request)
-        synchronise(self.target.device)
-        return self._output(mode, turn, result, time.perf_counter() - start)
+        return self._output(mode, turn, result, now(self.target.device) - start)
 
     def _output(self, mode: str, turn: Turn, result: Result, wall: float) -> Output:
         seconds = {stage: result.seconds.get(stage, 0.0) for stage in STAGES}
@@ -185,8 +182,3 @@ class Bench:
             path_conflict=result.path_conflict,
             seconds=seconds,
         )
-
-
-def synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -6,7 +6,6 @@ position i with token i + 1 and has position i, so the first drafted level runs 
 
 import warnings
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -43,6 +42,16 @@ class Committed:
     levels: list[int]
 
     @property
+    def lasts(self) -> list[int]:
+        """Each sequence's last row."""
+        return [end - 1 for end in accumulate(self.counts)]
+
+    @property
+    def roots(self) -> Tensor:
+        """[B]"""
+        return self.tokens[self.lasts]
+
+    @property
     def after(self) -> list[int]:
         return [length + count for length, count in zip(self.before, self.counts, strict=True)]
 
@@ -59,25 +68,8 @@ class Drafter:
                 stacklevel=3,
             )
 
-    def draft(self, pool: KVPool, committed: Committed, build_timer: AbstractContextManager) -> Tree:
-        """First step over the committed rows, levels, tree."""
-        depth = min(self.tree.depth, max(committed.levels))
-        h = self._first_step(pool, committed)
-        roots = committed.tokens[[end - 1 for end in accumulate(committed.counts)]]
-        if depth < 1:
-            with build_timer:
-                return Tree.bare(roots)
-        levels = self._levels(pool, committed, h[:, None], depth)
-        with build_timer:
-            limits = torch.tensor(committed.levels, device=roots.device)
-            tree = build_tree(roots, levels, self.tree.nodes, limits if min(committed.levels) < depth else None)
-        if tree.scores.isnan().any():
-            dtype = str(h.dtype).removeprefix("torch.")
-            raise FloatingPointError(f"the head's logits are not finite in {dtype}; try bfloat16 or float32")
-        return tree
-
-    def _first_step(self, pool: KVPool, committed: Committed) -> Tensor:
-        """Overwrite the head's K/V of committed rows with true features; h [B, H] of each last row."""
+    def first_step(self, pool: KVPool, committed: Committed) -> Tensor:
+        """Overwrite the head's K/V of committed rows with true features; h [B, H] of each last row, the root's."""
         device = committed.tokens.device
         positions = [torch.arange(a, b, device=device) for a, b in zip(committed.before, committed.after, strict=True)]
         blocks = [
@@ -89,12 +81,15 @@ class Drafter:
             self.head.embed(committed.tokens, self.target),
             torch.cat(positions),
             PagedContext(pool, blocks),
-            query_rows=torch.tensor([end - 1 for end in accumulate(committed.counts)], device=device),
+            query_rows=torch.tensor(committed.lasts, device=device),
         )
 
-    def _levels(self, pool: KVPool, committed: Committed, h: Tensor, depth: int) -> list[Level]:
-        """Candidates of levels 1 .. depth; each frontier runs once, over its ancestors only. h [B, 1, H]."""
-        frontier = _Frontier(pool, committed.slots, committed.after)
+    def levels(self, pool: KVPool, committed: Committed, h: Tensor) -> list[Level]:
+        """Candidates of all levels that are of use; each frontier runs once, over its ancestors only. h [B, H]."""
+        depth = min(self.tree.depth, max(committed.levels))
+        if depth < 1:
+            return []
+        h, frontier = h[:, None], _Frontier(pool, committed.slots, committed.after)
         level = self._expand(h, torch.zeros(h.shape[:2], device=h.device))
         levels = [level]
         while len(levels) < depth:
@@ -103,6 +98,23 @@ class Drafter:
             level = self._expand(h, level.frontier_scores)
             levels.append(level)
         return levels
+
+    def build(self, committed: Committed, levels: list[Level]) -> Tree:
+        """The best nodes of all candidates below each root.
+
+        Raises:
+            FloatingPointError: logits of the head that are not finite.
+        """
+        if not levels:
+            return Tree.bare(committed.roots)
+        limits = torch.tensor(committed.levels, device=committed.tokens.device)
+        tree = build_tree(
+            committed.roots, levels, self.tree.nodes, limits if min(committed.levels) < len(levels) else None
+        )
+        if tree.scores.isnan().any():
+            dtype = str(self.head.lm_head.weight.dtype).removeprefix("torch.")
+            raise FloatingPointError(f"the head's logits are not finite in {dtype}; try bfloat16 or float32")
+        return tree
 
     def _expand(self, h: Tensor, scores: Tensor) -> Level:
         log_q = self.head.logits(h).float().log_softmax(-1)

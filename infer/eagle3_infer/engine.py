@@ -116,12 +116,12 @@ class Engine:
 
     def step(self, waiting: deque[tuple[int, Request]]) -> list[Running]:
         """One round for all running requests and the first one for those that join; returns those that are done."""
-        clock = StageClock()
+        clock = StageClock(self.target.device)
         joined = self.scheduler.admit(waiting)
         everyone = [*self.running, *joined]
         committed = self._verify(clock, joined)
         done = [sequence for sequence in everyone if sequence.finish_reason]
-        self._draft(clock, committed)
+        self._draft(clock, committed, joined)
         self.scheduler.release(sequence.slot for sequence in done)
         clock.rest([sequence.metrics for sequence in everyone])
         return done
@@ -195,13 +195,20 @@ class Engine:
 
     # first step -> levels -> tree
 
-    def _draft(self, clock: StageClock, committed: Committed | None) -> None:
+    def _draft(self, clock: StageClock, committed: Committed | None, joined: list[Running]) -> None:
         if committed is None or self.drafter is None:
             self.trees = self._bare_trees()
             return
-        metrics = [sequence.metrics for sequence in self.running]
-        with clock.stage(("draft", metrics, 1)):
-            self.trees = self.drafter.draft(self.pools[1], committed, clock.stage(("tree_build", metrics, 1)))
+        # a joining request's prompt goes through the head too: that is its prefill
+        everyone = [sequence.metrics for sequence in self.running]
+        stayed = len(everyone) - sum(not sequence.finish_reason for sequence in joined)
+        old, new = sum(committed.counts[:stayed]), sum(committed.counts[stayed:])
+        with clock.stage(("draft", everyone[:stayed], old), ("prefill", everyone[stayed:], new)):
+            h = self.drafter.first_step(self.pools[1], committed)
+        with clock.stage(("draft", everyone, 1)):
+            levels = self.drafter.levels(self.pools[1], committed, h)
+        with clock.stage(("tree_build", everyone, 1)):
+            self.trees = self.drafter.build(committed, levels)
 
 
 def _first_rows(step: FirstStep, slots: list[int]) -> tuple[list[Tensor], list[Tensor]]:

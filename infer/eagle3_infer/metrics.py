@@ -1,9 +1,11 @@
-"""What a request's rounds offered, kept and cost. Knows counts and clocks, nothing of tensors."""
+"""What a request's rounds offered, kept and cost. Knows counts and clocks; of devices only how to wait for one."""
 
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+
+import torch
 
 from eagle3_infer.request import STAGES
 
@@ -54,29 +56,37 @@ def path_conflict(parents: Sequence[int]) -> tuple[int, int]:
     return pairs - sum(n * (n - 1) // 2 for n in leaves.values()), pairs
 
 
-class StageClock:
-    """Times the stages of one step on a monotonic clock and shares them among the requests they served."""
+def now(device: torch.device) -> float:
+    """Seconds on a monotonic clock, once the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
-    def __init__(self):
-        self._started = time.perf_counter()
-        # seconds of the stages that ended inside the current one
-        self._inner = 0.0
+
+class StageClock:
+    """Times the stages of one step, one after the other, and shares them among the requests they served."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._started = now(device)
+        # seconds in stages so far
+        self._timed = 0.0
 
     @contextmanager
     def stage(self, *shares: tuple[str, list[RequestMetrics], float]) -> Iterator[None]:
-        """Time the block, stages inside it excluded, and book it as (stage, requests, weight) say."""
-        began, outer, self._inner = time.perf_counter(), self._inner, 0.0
+        """Time the block and book it as (stage, requests, weight) say."""
+        began = now(self.device)
         yield
-        elapsed = time.perf_counter() - began
-        own, self._inner = elapsed - self._inner, outer + elapsed
+        elapsed = now(self.device) - began
+        self._timed += elapsed
         total = sum(weight for _, requests, weight in shares if requests)
         for name, requests, weight in shares:
             if requests:
-                _add(requests, name, own * weight / total)
+                _add(requests, name, elapsed * weight / total)
 
     def rest(self, requests: list[RequestMetrics]) -> None:
         """Book what no stage timed as `other`."""
-        _add(requests, "other", time.perf_counter() - self._started - self._inner)
+        _add(requests, "other", now(self.device) - self._started - self._timed)
 
 
 def _add(requests: list[RequestMetrics], stage: str, seconds: float) -> None:

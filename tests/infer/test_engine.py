@@ -13,6 +13,7 @@ from eagle3_infer.config import EngineConfig, SamplingConfig, TreeConfig
 from eagle3_infer.engine import Engine, Request
 from eagle3_infer.metrics import path_conflict
 from eagle3_infer.request import STAGES
+from eagle3_infer.running import Running
 from oracles.invariants import CheckedEngine, KnowingHead, lower, random_head, shifted_target
 from oracles.overfit import greedy, random_prompts
 from oracles.tiny import tiny_model, tiny_tokenizer
@@ -164,6 +165,21 @@ def test_counts_add_up(world):
         assert all(seconds >= 0 for seconds in result.seconds.values())
         assert min(result.seconds[stage] for stage in ("prefill", "verify", "draft", "tree_build", "accept")) > 0
     assert result.path_conflict[0] <= result.path_conflict[1]
+
+
+def test_a_prompts_way_through_the_head_is_prefill(world, monkeypatch):
+    """Every wait for the device is one second: what is between two of them is one stage's."""
+    seconds = itertools.count()
+    monkeypatch.setattr("eagle3_infer.metrics.now", lambda device: float(next(seconds)))
+    engine = Engine(world.target, world.head, TREE)
+    booked = []
+    plain = Running.result
+    monkeypatch.setattr(Running, "result", lambda self: booked.append(dict(self.metrics.seconds)) or plain(self))
+    engine.generate_one(Request(world.prompt, max_new_tokens=2))
+    # the joining step: both models' prefill and the first token; then one round of a bare root
+    assert booked[0]["prefill"] == 3
+    assert booked[0]["verify"] == booked[0]["accept"] == 1
+    assert booked[0]["draft"] == booked[0]["tree_build"] == 1
 
 
 def test_drafts_past_the_limit_are_not_verified(world):
