@@ -35,6 +35,10 @@ def main(argv: list[str] | None = None) -> int:
     except Eagle3Error as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        # a full disk, a folder where a file should be, a path too long for the file system
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("\ninterrupted; the same command goes on from the last checkpoint", file=sys.stderr)
         return 130

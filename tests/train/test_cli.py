@@ -202,8 +202,16 @@ def test_output_of_another_run(fails, tmp_path, made):
     assert "other draft_vocab_size" in fails(head__draft_vocab_size=30, max_steps=2)
     assert "other qk_norm" in fails(head__qk_norm="true", max_steps=2)
     progress = tmp_path / "run/checkpoints/step-00000001/progress.json"
-    progress.write_text("{")
-    assert "is not JSON" in fails(max_steps=2)
+    whole = {file: file.read_bytes() for file in progress.parent.iterdir()}
+    for name, content in [
+        *(("progress.json", text) for text in (b"{", b"{}", b"[3]", b"[" * 100_000, b"\xff")),
+        *((name, data) for name in ("model.safetensors", "optimizer.bin") for data in (b"", b"PK", None)),
+    ]:
+        for file, data in whole.items():
+            file.write_bytes(data)
+        file = progress.with_name(name)
+        file.write_bytes(whole[file][: len(whole[file]) // 2] if content is None else content)
+        assert "step-00000001 cannot be loaded" in fails(max_steps=2), (name, content)
 
 
 def test_help_is_quick(made):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eagle3.errors import CheckpointError, ConfigError
+from eagle3.errors import CheckpointError, ConfigError, Eagle3Error
 from eagle3_train.config import TrainConfig
 from eagle3_train.tracking import write_json
 
@@ -76,8 +76,20 @@ class Checkpoints:
             (the state, settings that differ from the checkpoint's, as text)
         Raises:
             ConfigError: the head's architecture differs.
+            CheckpointError: a file of it is missing or damaged.
         """
-        record = self._read(path)
+        try:
+            return self._load(path, config, head_config)
+        except Eagle3Error:
+            raise
+        except Exception as error:  # safetensors, pickle, zip, JSON of any shape: each reader raises its own
+            detail = next(iter(str(error).splitlines()), "")
+            raise CheckpointError(
+                f"{path} cannot be loaded ({type(error).__name__}: {detail}); remove that checkpoint to go on"
+            ) from error
+
+    def _load(self, path: Path, config: TrainConfig, head_config: Any) -> tuple[RunState, list[str]]:
+        record = json.loads((path / PROGRESS).read_text())
         mine = _plain(head_config)
         differing = sorted(k for k, v in mine.items() if record["head"].get(k) != v and k != "rope_parameters")
         if differing:
@@ -86,14 +98,6 @@ class Checkpoints:
             )
         self.accelerator.load_state(str(path))
         return RunState(**record["state"]), _changes(record["config"], _plain(config))
-
-    def _read(self, path: Path) -> dict[str, Any]:
-        try:
-            return json.loads((path / PROGRESS).read_text())
-        except ValueError as error:
-            raise CheckpointError(
-                f"{path / PROGRESS} is not JSON ({error}); remove that checkpoint to go on"
-            ) from error
 
 
 def _plain(config: Any) -> dict[str, Any]:
