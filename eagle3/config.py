@@ -64,7 +64,9 @@ class HeadOptions:
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """A head in full: what its checkpoint stores and its modules are built from; options are as in HeadOptions.
+    """A head in full: what its checkpoint stores and its modules are built from.
+
+    Options are as in HeadOptions, where alone their defaults stand.
 
     Args:
         vocab_size, target_hidden_size: of the target.
@@ -87,16 +89,16 @@ class HeadConfig:
     capture_layers: tuple[int, ...]
     rope_parameters: dict[str, Any] = field(hash=False)
     max_position_embeddings: int
-    rms_norm_eps: float = 1e-5
-    num_layers: int = 1
+    rms_norm_eps: float
+    num_layers: int
+    fc_norm: bool
+    norm_before_residual: bool
+    norm_output: bool
+    qk_norm: bool
+    attention_bias: bool
+    sliding_window: int | None
     trained_length: int | None = None
     target_fingerprint: str | None = None
-    fc_norm: bool = False
-    norm_before_residual: bool = False
-    norm_output: bool = False
-    qk_norm: bool = False
-    attention_bias: bool = False
-    sliding_window: int | None = None
 
     def __post_init__(self):
         _check_fields(self)
@@ -134,7 +136,8 @@ def _check_fields(config: Any) -> None:
             continue
         if int in kinds and Ellipsis not in kinds and (type(value) is not int or value < 1):
             raise ConfigError(f"{name} is {value!r}; it must be a whole number, 1 or more")
-        if float in kinds and (type(value) not in (int, float) or not 0 < value < float("inf")):
+        unfit = isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf")
+        if float in kinds and unfit:
             raise ConfigError(f"{name} is {value!r}; it must be a number above 0")
         if bool in kinds and type(value) is not bool:
             raise ConfigError(f"{name} is {value!r}; it must be true or false")

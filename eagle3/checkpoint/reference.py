@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from eagle3.capture import default_layers
-from eagle3.config import SCHEMA, HeadConfig
+from eagle3.config import SCHEMA, HeadConfig, HeadOptions
 from eagle3.errors import CheckpointError, ConfigError
 from eagle3.heads.eagle3 import Eagle3Head
 from eagle3.target import Target
@@ -168,11 +168,13 @@ def _read_json(folder: Path) -> dict[str, Any]:
 def _implied(content: dict, folder: Path) -> dict[str, Any]:
     """What a reference config.json may leave out."""
     hidden, heads = content.get("hidden_size"), content.get("num_attention_heads")
+    defaults = HeadOptions()
     implied = {
+        **{name: getattr(defaults, name) for name in _OPTIONS},
         "target_hidden_size": hidden,
         "draft_vocab_size": content.get("vocab_size"),
         "num_key_value_heads": heads,
-        "num_layers": content.get("num_hidden_layers", 1),
+        "num_layers": content.get("num_hidden_layers", defaults.num_layers),
     }
     if isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
         implied["head_dim"] = hidden // heads

@@ -339,6 +339,7 @@ class TestBroken:
             (lambda c: c["eagle3"].update(norm_output="yes"), "norm_output is 'yes'"),
             (lambda c: c["eagle3"].pop("capture_layers"), "capture_layers"),
             (lambda c: c.pop("hidden_size"), "hidden_size"),
+            (lambda c: c.pop("rms_norm_eps"), "rms_norm_eps"),
             (lambda c: c.update(hidden_size="64"), "hidden_size is '64'"),
             (lambda c: c.update(num_key_value_heads=3), "4 attention heads are not a multiple of 3"),
             (lambda c: c.update(rope_parameters=[3]), "rope_parameters is"),
@@ -482,6 +483,7 @@ class TestForeign:
             as_foreign(config)
             config.update(rope_theta=5e5, rope_scaling={key: "linear", "factor": 4.0})
 
-        loaded = load_head(change(config=scaled), target)
+        with pytest.warns(UserWarning, match="other angles"):
+            loaded = load_head(change(config=scaled), target)
         assert loaded.config.rope_parameters == {"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0}
         torch.testing.assert_close(loaded.inv_freq, 5e5 ** (-torch.arange(8) / 8) / 4)

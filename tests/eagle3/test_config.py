@@ -1,6 +1,6 @@
 """Settings: YAML and dotted flags reach frozen dataclasses; whatever a user gets wrong is one clear line."""
 
-from dataclasses import FrozenInstanceError, dataclass, field, fields, replace
+from dataclasses import MISSING, FrozenInstanceError, dataclass, field, fields, replace
 
 import pytest
 
@@ -162,6 +162,14 @@ HEAD = HeadConfig(
     capture_layers=(1, 2),
     rope_parameters={"rope_type": "default", "rope_theta": 1e4},
     max_position_embeddings=512,
+    rms_norm_eps=1e-5,
+    num_layers=1,
+    fc_norm=False,
+    norm_before_residual=False,
+    norm_output=False,
+    qk_norm=False,
+    attention_bias=False,
+    sliding_window=None,
 )
 
 
@@ -204,3 +212,8 @@ class TestHeadConfig:
     def test_every_option_has_a_field(self):
         """Catches: an option that the checkpoint cannot store."""
         assert {f.name for f in fields(HeadOptions)} <= {f.name for f in fields(HeadConfig)}
+
+    def test_defaults_stand_in_one_place(self):
+        """Catches: an option whose default differs between a fresh head and a loaded one."""
+        defaults = {f.name for f in fields(HeadConfig) if f.default is not MISSING}
+        assert not defaults & {f.name for f in fields(HeadOptions)}

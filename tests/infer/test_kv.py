@@ -1,8 +1,10 @@
 """Pools: page runs, views without copies, layers of different shapes."""
 
+import pytest
 import torch
 
-from eagle3_infer.kv import Block, KVPool, KVShape
+from eagle3.attention import AttentionCall
+from eagle3_infer.kv import Block, KVPool, KVShape, PagedContext
 
 SHAPES = [KVShape(2, 8, 8), KVShape(1, 8, 4), KVShape(2, 8, 8)]
 
@@ -50,3 +52,17 @@ def test_blocks_name_the_last_written_rows():
     pool.assign(0, 12)
     view = pool.view([0, 1], [5, 2], torch.tensor([[0, 0, 1, 1]] * 2), queries=2)
     assert Block(view, 2).rows(4).tolist() == [12 + 7, 12 + 8, 4, 5]
+
+
+def test_a_call_says_which_rows_ask():
+    """Catches: contexts that guess from the number of queries whether all rows asked or some."""
+    pool, length = KVPool([KVShape(1, 8, 8)] * 3, slots=1, pages=1, page_size=4), 4
+    pool.assign(0, length)
+    ctx = PagedContext(pool, [Block(pool.view([0], [0], torch.arange(length)[None], queries=1), length)])
+    query, key, value = torch.randn(2, length, 8), torch.randn(1, length, 8), torch.randn(1, length, 8)
+    every = ctx.attend(AttentionCall(0, query, key, value, 0.3))
+    last = torch.tensor([3])
+    some = ctx.attend(AttentionCall(1, query[:, last], key, value, 0.3, query_rows=last))
+    torch.testing.assert_close(some, every[last])
+    with pytest.raises(RuntimeError, match="2 query rows came, the blocks ask for 1"):
+        ctx.attend(AttentionCall(2, query[:, :2], key, value, 0.3, query_rows=torch.tensor([2, 3])))

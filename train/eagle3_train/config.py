@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass, field
 
 from eagle3.config import HeadOptions
+from eagle3.embedded import EMBEDDED
 from eagle3.errors import ConfigError
 
 
@@ -106,7 +107,7 @@ class TrainConfig:
         project: the trackers' project name.
     """
 
-    target: str = "smollm2-135m-instruct"
+    target: str = EMBEDDED
     output: str = "runs/head"
     data: DataConfig = field(default_factory=DataConfig)
     head: HeadOptions = field(default_factory=HeadOptions)
