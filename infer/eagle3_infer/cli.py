@@ -197,6 +197,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Eagle3Error as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return EXIT_ERROR
+    except BrokenPipeError:
+        # whoever read the output is gone (`| head`): nothing more to say, also not at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_ERROR
+    except OSError as error:
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        return EXIT_ERROR
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED

@@ -298,6 +298,14 @@ def test_plain_decoding_that_parts_from_hf_is_a_bug(base, tmp_path, capsys, monk
         (["--prompts", "."], "is a folder"),
         (["--json", "."], "is a folder"),
         (["--json", "no/such/folder/report.json"], "no/such/folder"),
+        (["--json", "/dev/null"], "a device or a pipe"),
+        (["--json", "x" * 300], "too long"),
+        (["--prompts", "~nobody-here/x"], "no such file"),
+        (["--prompts", "x" * 300], "too long"),
+        (["--draft", "~nobody-here/x"], "does not exist"),
+        (["--draft", "x" * 300], "too long"),
+        (["--target", "~nobody-here/x/y"], "does not exist"),
+        (["--stop", "\udcff"], "no text"),
         (["--limit"], "--limit"),
         (["stray"], "stray"),
     ],
@@ -310,6 +318,25 @@ def test_bad_prompt_line_names_file_and_line(base, tmp_path, capsys):
     path = tmp_path / "bad.jsonl"
     path.write_text('{"prompt": "fine"}\n{broken\n')
     assert f"{path}:2" in failing(capsys, *base, "--prompts", path)
+
+
+def test_report_survives_arguments_and_ids_that_are_no_text(base, tmp_path):
+    """Bytes outside UTF-8 reach Python as lone surrogates, which no file takes."""
+    prompts, report = tmp_path / "odd.jsonl", tmp_path / "\udcff.json"
+    prompts.write_text('{"prompt": "a", "id": "\\ud800"}')
+    assert main([*base, "--prompts", str(prompts), "--mode", "plain", "--no-hf", "--json", str(report)]) == 0
+    content = json.loads(report.read_text())
+    assert content["outputs"][0]["id"] == "\ud800"
+    assert content["run"]["argv"][-1] == str(report)
+
+
+def test_reader_that_leaves_early_is_no_error(target_folder, prompts_file):
+    words = ["--target", str(target_folder), "--prompts", str(prompts_file), "--mode", "plain", "--no-hf"]
+    command = [sys.executable, "-u", "-m", "eagle3_infer.cli", *words, "--max-new-tokens", "8"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout and process.stderr
+        process.stdout.close()
+        assert "Traceback" not in process.stderr.read()
 
 
 def test_too_long_prompt_is_named(base, tmp_path, capsys):
