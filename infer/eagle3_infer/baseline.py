@@ -93,16 +93,10 @@ def _as_result(request: Request, tokens: list[int], prefill: float, decode: floa
         reason = "eos"
     else:
         reason = "length" if len(tokens) >= request.max_new_tokens else "stop"
-    rounds = len(tokens) - 1
     return Result(
         token_ids=tokens,
         finish_reason=reason,
         prompt_tokens=len(request.prompt_ids),
-        rounds=rounds,
-        run_lengths=[1] * rounds,
-        offered_by_level=[],
-        accepted_by_level=[],
-        nodes=0,
-        path_conflict=(0, 0),
+        run_lengths=[1] * (len(tokens) - 1),
         seconds=dict.fromkeys(STAGES, 0.0) | {"prefill": prefill, "other": decode},
     )

@@ -166,19 +166,10 @@ class Bench:
             # what the engine's own clocks do not see is still time that the user waits
             seconds["other"] += max(0.0, wall - sum(seconds.values()))
         return Output(
+            **{**vars(result), "seconds": seconds},
             mode=mode,
             id=turn.prompt.id,
             category=turn.prompt.category,
             turn=turn.turn,
-            prompt_tokens=result.prompt_tokens,
-            token_ids=list(result.token_ids),
             text=self.tokenizer.decode(result.token_ids, skip_special_tokens=True),
-            finish_reason=result.finish_reason,
-            rounds=result.rounds,
-            run_lengths=list(result.run_lengths),
-            offered_by_level=list(result.offered_by_level),
-            accepted_by_level=list(result.accepted_by_level),
-            nodes=result.nodes,
-            path_conflict=result.path_conflict,
-            seconds=seconds,
         )

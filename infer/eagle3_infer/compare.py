@@ -31,16 +31,16 @@ def compare_modes(modes: Sequence[ModeRun], explain: Explain | None, with_hf: bo
 def _compare(mode: ModeRun, reference: ModeRun, explain: Explain) -> tuple[Pair, list[Divergence]]:
     expected = {output.place: output for output in reference.outputs}
     both = [(output, expected[output.place]) for output in mode.outputs if output.place in expected]
-    parted = [(left, right) for left, right in both if left.token_ids != right.token_ids]
-    found = [explain(left, right, first_difference(left.token_ids, right.token_ids)) for left, right in parted]
-    return Pair(mode.key, reference.key, len(both), len(both) - len(parted)), found
+    places = [(left, right, first_difference(left.token_ids, right.token_ids)) for left, right in both]
+    found = [explain(left, right, at) for left, right, at in places if at is not None]
+    return Pair(mode.key, reference.key, len(both), len(both) - len(found)), found
 
 
 def unclassified(output: Output, reference: Output, position: int) -> Divergence:
     return Divergence(output.id, output.turn, output.mode, reference.mode, position)
 
 
-def first_difference(left: Sequence[int], right: Sequence[int]) -> int:
-    """Index of the first token that differs (or is missing) of two different lists."""
+def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
+    """Index of the first token that differs or is missing; None if the lists are equal."""
     pairs = enumerate(zip_longest(left, right))
-    return next(index for index, (a, b) in pairs if a != b)
+    return next((index for index, (a, b) in pairs if a != b), None)

@@ -12,8 +12,7 @@ from eagle3_infer.compare import Explain
 from eagle3_infer.report import Divergence, Output
 from eagle3_infer.request import Request
 from eagle3_infer.settings import HF
-from eagle3_infer.verify import Divergence as Replayed
-from eagle3_infer.verify import Replay
+from eagle3_infer.verify import Replay, Verdict
 
 # a lead in logits that no change of the row count can undo, far above what was ever seen (bf16: about 0.3)
 LARGEST_GAP = {torch.float32: 1e-3, torch.float16: 1.0, torch.bfloat16: 4.0}
@@ -24,7 +23,7 @@ def replay_explainer(target: Target, bench: Bench) -> Explain:
     replay = Replay(target, bench.head)
     trees = {plan.key: plan.tree for plan in bench.plans}
     # where plain and HF agree, leaving one is leaving the other
-    known: dict[tuple, Replayed | None] = {}
+    known: dict[tuple, Verdict | None] = {}
     requests = {(turn.prompt.id, turn.turn): turn.request for turn in bench.turns}
 
     def explain(output: Output, reference: Output, position: int) -> Divergence:

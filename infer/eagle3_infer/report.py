@@ -9,36 +9,21 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eagle3_infer.request import STAGES
+from eagle3_infer.request import STAGES, Result
 
 SCHEMA = 1
 CONTEXT_EDGES = (128, 256, 512, 1024, 2048, 4096, 8192)
 
 
-@dataclass(frozen=True)
-class Output:
-    """One turn of one prompt in one mode.
-
-    `run_lengths` holds the tokens emitted per round; `1 + sum(run_lengths) == len(token_ids)`, as the prefill
-    yields the first token. `seconds` by stage sum to the wall time of the turn; `path_conflict` = (leaf pairs
-    that part at level 1, all leaf pairs).
-    """
+@dataclass(frozen=True, kw_only=True)
+class Output(Result):
+    """The result of one turn of one prompt in one mode; `seconds` sum to the wall time of the turn."""
 
     mode: str
     id: str
     category: str
     turn: int
-    prompt_tokens: int
-    token_ids: list[int]
     text: str
-    finish_reason: str
-    run_lengths: list[int]
-    seconds: dict[str, float]
-    rounds: int = 0
-    offered_by_level: list[int] = field(default_factory=list)
-    accepted_by_level: list[int] = field(default_factory=list)
-    nodes: int = 0
-    path_conflict: tuple[int, int] = (0, 0)
 
     @property
     def place(self) -> tuple[str, int]:

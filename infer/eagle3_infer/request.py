@@ -39,9 +39,9 @@ class Request:
             raise ConfigError(f"stop is {self.stop!r}; it must be a sequence of strings that are not empty")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Result:
-    """One finished request; 1 + sum(run_lengths) == len(token_ids).
+    """One finished request; 1 + sum(run_lengths) == len(token_ids), as the prefill yields the first token.
 
     Args:
         token_ids: emitted tokens, up to and including the EOS or the token that completes a stop string.
@@ -56,10 +56,13 @@ class Result:
     token_ids: list[int]
     finish_reason: str
     prompt_tokens: int
-    rounds: int
     run_lengths: list[int]
-    offered_by_level: list[int]
-    accepted_by_level: list[int]
-    nodes: int
-    path_conflict: tuple[int, int]
     seconds: dict[str, float]
+    offered_by_level: list[int] = field(default_factory=list)
+    accepted_by_level: list[int] = field(default_factory=list)
+    nodes: int = 0
+    path_conflict: tuple[int, int] = (0, 0)
+
+    @property
+    def rounds(self) -> int:
+        return len(self.run_lengths)

@@ -58,7 +58,6 @@ class Running:
             token_ids=self.output,
             finish_reason=self.finish_reason or "",
             prompt_tokens=self.prompt_length,
-            rounds=len(m.run_lengths),
             run_lengths=m.run_lengths,
             offered_by_level=m.offered_by_level,
             accepted_by_level=m.accepted_by_level,

@@ -5,13 +5,13 @@ Equal there = numeric: low precision moved logits by ulps, and the gap shows by 
 
 import copy
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 
 import torch
 
 from eagle3.attention import DenseCausal
 from eagle3.heads.eagle3 import Eagle3Head
 from eagle3.target import Target
+from eagle3_infer.compare import first_difference
 from eagle3_infer.config import TreeConfig
 from eagle3_infer.engine import Engine
 from eagle3_infer.request import Request
@@ -19,8 +19,8 @@ from eagle3_infer.sampling import Sampler
 
 
 @dataclass(frozen=True)
-class Divergence:
-    """The first token in which `output` parts from `reference`.
+class Verdict:
+    """What fp32 says of the first token in which `output` parts from `reference`.
 
     Args:
         kind: numeric or bug.
@@ -39,12 +39,6 @@ class Divergence:
     gap: float | None
 
 
-def first_difference(reference: list[int], output: list[int]) -> int | None:
-    """Index of the first token that differs or is missing; None if the outputs are equal."""
-    pairs = enumerate(zip_longest(reference, output))
-    return next((index for index, (a, b) in pairs if a != b), None)
-
-
 class Replay:
     """Decides prefixes again in fp32; the exact copies are made when first needed."""
 
@@ -55,7 +49,7 @@ class Replay:
     @torch.inference_mode()
     def explain(
         self, request: Request, reference: list[int], output: list[int], tree: TreeConfig | None
-    ) -> Divergence | None:
+    ) -> Verdict | None:
         """Why `output` (made with `tree`, None = plain) parts from `reference`; None if it does not.
 
         An output that ends where the other goes on is a bug: the tokens agree, so the stop rules did not.
@@ -65,11 +59,11 @@ class Replay:
             return None
         theirs, ours = (each[at] if at < len(each) else None for each in (reference, output))
         if theirs is None or ours is None:
-            return Divergence("bug", at, theirs, ours, None, None, None)
+            return Verdict("bug", at, theirs, ours, None, None, None)
         prefix = tuple(reference[:at])
         plain, drafted = self._plain(request, prefix), self._through_trees(request, prefix, tree)
         kind = "numeric" if plain is not None and plain == drafted else "bug"
-        return Divergence(kind, at, theirs, ours, plain, drafted, self._gap(request, prefix))
+        return Verdict(kind, at, theirs, ours, plain, drafted, self._gap(request, prefix))
 
     def _plain(self, request: Request, prefix: tuple[int, ...]) -> int | None:
         """fp32's decision after the prefix by a bare root."""
@@ -86,7 +80,7 @@ class Replay:
         # as far ahead as the original drafted at this token, and no further
         limit = min(request.max_new_tokens, len(forced) + 1 + (tree.depth if tree else 0))
         asked = replace(request, forced=forced, max_new_tokens=limit, eos_ids=(), stop=())
-        tokens = Engine(target, head, tree).generate_one(asked).token_ids
+        tokens = Engine(target, head if tree else None, tree).generate_one(asked).token_ids
         return tokens[len(forced)] if tuple(tokens[: len(forced)]) == forced else None
 
     def _gap(self, request: Request, prefix: tuple[int, ...]) -> float:

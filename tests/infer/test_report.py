@@ -25,7 +25,7 @@ def output(mode, runs, *, id="a", turn=0, category="x", prefill=0.5, draft=0.25,
     return Output(
         mode=mode, id=id, category=category, turn=turn, prompt_tokens=rest.pop("prompt_tokens", 10),
         token_ids=list(range(1 + sum(runs))), text="t", finish_reason="length", run_lengths=list(runs),
-        rounds=len(runs), seconds=seconds, **rest,
+        seconds=seconds, **rest,
     )  # fmt: skip
 
 
@@ -161,9 +161,11 @@ def test_explained_divergences_reach_the_report():
     assert "BUG: tree against plain, prompt a, turn 1, token 2" in render_report(report)
 
 
-def test_first_difference_counts_a_missing_token():
-    assert first_difference([1, 2, 3], [1, 2]) == 2
+def test_first_difference():
+    assert first_difference([1, 2], [1, 2]) is None
     assert first_difference([1, 9], [1, 2]) == 1
+    assert first_difference([1, 2, 3], [1, 2]) == 2
+    assert first_difference([], [4]) == 0
 
 
 def test_table(report):

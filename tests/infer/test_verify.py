@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from eagle3.target import Target
+from eagle3_infer.compare import first_difference
 from eagle3_infer.config import SamplingConfig, TreeConfig
 from eagle3_infer.engine import Engine, Request
-from eagle3_infer.verify import Replay, first_difference
+from eagle3_infer.verify import Replay
 from oracles.invariants import KnowingHead, lower, random_head
 from oracles.overfit import random_prompts
 from oracles.tiny import tiny_model
@@ -60,10 +61,3 @@ def test_an_output_that_ends_early_is_a_bug():
     found = Replay(target).explain(Request([5, 6, 7]), [1, 2, 3], [1, 2], None)
     assert found is not None
     assert (found.kind, found.position, found.reference_token, found.output_token) == ("bug", 2, 3, None)
-
-
-def test_first_difference():
-    assert first_difference([1, 2], [1, 2]) is None
-    assert first_difference([1, 2], [1, 3]) == 1
-    assert first_difference([1, 2], [1]) == 1
-    assert first_difference([], [4]) == 0
