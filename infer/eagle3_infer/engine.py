@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from eagle3.errors import Eagle3Error
+from eagle3.errors import ConfigError, Eagle3Error
 from eagle3.heads.eagle3 import Eagle3Head
 from eagle3.target import Target
 from eagle3_infer.config import EngineConfig, TreeConfig
@@ -31,7 +31,10 @@ class Engine:
     """Generates for many requests on a few slots, with output that depends on target and noise alone.
 
     Args:
-        head, tree: None = plain decoding.
+        head, tree: both, or neither for plain decoding.
+    Raises:
+        ConfigError: one without the other.
+        CheckpointError: a head for another target.
     """
 
     def __init__(
@@ -41,6 +44,9 @@ class Engine:
         tree: TreeConfig | None = None,
         config: EngineConfig | None = None,
     ):
+        if (head is None) != (tree is None):
+            given, lacking = ("tree", "head") if head is None else ("head", "tree")
+            raise ConfigError(f"the engine has a {given} but no {lacking}; give both, or neither for plain decoding")
         self.target = target
         self.drafter = None
         if head is not None and tree is not None:

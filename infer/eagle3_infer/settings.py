@@ -93,6 +93,17 @@ class RunSettings:
             plans += _keyed(TREE, trees)
         return plans
 
+    def unused(self) -> list[str]:
+        """What was asked for and changes nothing, flag by flag."""
+        given, default = self.sampling, SamplingConfig()
+        greedy = [flag(n) for n in ("top_k", "top_p", "seed") if getattr(given, n) != getattr(default, n)]
+        said = [f"{name} changes nothing at temperature 0" for name in greedy if given.temperature == 0]
+        if self.draft is not None and not self.needs_head:
+            said.append("--draft changes nothing: no mode drafts")
+        if self.chain_depth is not None and CHAIN not in self.modes:
+            said.append("--chain-depth changes nothing: chain is no mode of this run")
+        return said
+
     @property
     def needs_head(self) -> bool:
         return any(plan.tree is not None for plan in self.plans())

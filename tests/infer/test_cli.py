@@ -157,6 +157,27 @@ def test_plain_only_needs_no_head(target_folder, prompts_file, capsys):
     assert "head     none" in out and "nothing to compare" in out
 
 
+@pytest.mark.parametrize(
+    "flags, named",
+    [
+        (["--top-p", "0.9", "--seed", "4"], ["--top-p", "--seed"]),
+        (["--temperature", "0.5", "--top-p", "0.9", "--seed", "4"], []),
+        (["--mode", "plain", "--draft", "random", "--chain-depth", "2"], ["--draft", "--chain-depth"]),
+        ([], []),
+    ],
+)
+def test_flags_that_change_nothing_are_named(flags, named):
+    assert [text.split()[0] for text in parse_settings(flags).unused()] == named
+
+
+def test_unused_flags_are_said_once(target_folder, prompts_file, tmp_path, capsys):
+    path = tmp_path / "report.json"
+    argv = ["--target", str(target_folder), "--prompts", str(prompts_file), "--mode", "plain", "--no-hf", *FAST]
+    assert main([*argv, "--draft", "random", "--json", str(path)]) == 0
+    assert capsys.readouterr().out.count("note: --draft changes nothing") == 1
+    assert json.loads(path.read_text())["run"]["notes"] == ["--draft changes nothing: no mode drafts"]
+
+
 def test_saved_head(base, head_folder):
     assert main([*base, "--draft", str(head_folder), "--mode", "chain", "--no-hf", "--limit", "1"]) == 0
 

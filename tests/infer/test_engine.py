@@ -238,6 +238,9 @@ def test_what_users_do_wrong(world):
     ):
         with pytest.raises(ConfigError, match=message):
             engine.generate([Request([1], max_new_tokens=2), request])
+    for head, tree in ((world.head, None), (None, TREE)):
+        with pytest.raises(ConfigError, match="give both, or neither"):
+            Engine(world.target, head, tree)
     with pytest.raises(CheckpointError):
         Engine(shifted_target("llama", hidden_size=32), random_head(world.target), TREE)
 
