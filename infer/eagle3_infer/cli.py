@@ -13,9 +13,8 @@ from typing import Any, NoReturn
 
 from eagle3.errors import ConfigError, Eagle3Error
 from eagle3_infer.config import SamplingConfig
-from eagle3_infer.settings import DTYPES, MODES, RANDOM_DRAFT, RunSettings
+from eagle3_infer.settings import EXIT_ERROR, EXIT_INTERRUPTED, MODES, RANDOM_DRAFT, RunSettings
 
-EXIT_BUG, EXIT_ERROR, EXIT_INTERRUPTED = 1, 2, 130
 DESCRIPTION = """\
 Decode prompts with a target and its EAGLE-3 draft head: plainly, as a chain, as a dynamic tree, and with
 Hugging Face generate; print what the head bought, and whether the outputs are the same.
@@ -136,8 +135,11 @@ def _add_sampling(group: Any) -> None:
 
 
 def _add_machine(group: Any) -> None:
-    names = ", ".join(name for name in DTYPES if name == DTYPES[name])
-    group.add_argument("--dtype", default=RunSettings.dtype, help=f"{names} (default: %(default)s, the target's)")
+    group.add_argument(
+        "--dtype",
+        default=RunSettings.dtype,
+        help="auto, float32, bfloat16 or float16 (default: %(default)s, the target's)",
+    )
     group.add_argument("--device", default=RunSettings.device, help="auto, cpu, cuda, cuda:N (default: %(default)s)")
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's choice)")
 

@@ -12,34 +12,22 @@ from eagle3.config import HeadOptions
 from eagle3.embedded import EMBEDDED
 from eagle3.errors import CheckpointError, ConfigError
 from eagle3.heads.eagle3 import Eagle3Head
-from eagle3.target import Target
+from eagle3.target import Target, parse_device
 from eagle3.vocab import build_vocab_map
-from eagle3_infer.settings import DTYPES, RANDOM_DRAFT, RunSettings
+from eagle3_infer.settings import RANDOM_DRAFT, RunSettings
 
 
 def pick_device(name: str) -> torch.device:
     """Raises ConfigError for a device that torch does not know or this machine does not have."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"--device is {name!r}, expected auto, cpu, cuda or cuda:N")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"--device is {name!r}, but torch sees {torch.cuda.device_count()} CUDA GPUs here")
-    return device
+    return parse_device(name)
 
 
 def load_target(settings: RunSettings, device: torch.device) -> Target:
-    """Raises ConfigError for a path that does not exist, before a hub is asked for it."""
+    """Raises ConfigError for what cannot be loaded, UnsupportedTargetError for what cannot be driven."""
     transformers.utils.logging.disable_progress_bar()
-    path = Path(os.path.expanduser(settings.target))
-    if (path.is_absolute() or settings.target.startswith(".")) and not path.exists():
-        raise ConfigError(f"--target {settings.target} does not exist, expected a model folder or a hub id")
-    name = str(path) if path.exists() else settings.target
-    return Target.load(name, dtype=DTYPES[settings.dtype], device=str(device))
+    return Target.load(settings.target, dtype=settings.dtype, device=str(device))
 
 
 def load_draft(settings: RunSettings, target: Target) -> Eagle3Head:

@@ -16,17 +16,16 @@ import torch
 
 import eagle3
 from eagle3.heads.eagle3 import Eagle3Head
-from eagle3.target import Target
+from eagle3.target import Target, parse_dtype
 from eagle3_infer.bench import Bench
 from eagle3_infer.compare import compare_modes
 from eagle3_infer.explain import replay_explainer
 from eagle3_infer.models import draft_folder, draft_name, load_draft, load_target, pick_device
 from eagle3_infer.prompts import Prompt, has_template, load_prompts, shipped_prompts_path
 from eagle3_infer.report import Comparison, build_report, write_json
-from eagle3_infer.settings import RunSettings
+from eagle3_infer.settings import EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, RunSettings
 from eagle3_infer.table import render_report
 
-EXIT_OK, EXIT_BUG, EXIT_INTERRUPTED = 0, 1, 130
 SHOWN_CHARACTERS = 1200
 
 
@@ -35,6 +34,7 @@ def run(settings: RunSettings, argv: Sequence[str]) -> int:
     """Run and print everything; returns the exit code."""
     prompts = load_prompts(prompts_path(settings), settings.limit, settings.max_turns)
     device = pick_device(settings.device)
+    parse_dtype(settings.dtype)
     if settings.needs_head:
         # a wrong path is told before the target is loaded
         draft_folder(settings)

@@ -12,15 +12,8 @@ from eagle3_infer.config import SamplingConfig, TreeConfig
 RANDOM_DRAFT = "random"
 PLAIN, CHAIN, TREE, HF = "plain", "chain", "tree", "hf_generate"
 MODES = (PLAIN, CHAIN, TREE)
-DTYPES = {
-    "auto": "auto",
-    "float32": "float32",
-    "fp32": "float32",
-    "bfloat16": "bfloat16",
-    "bf16": "bfloat16",
-    "float16": "float16",
-    "fp16": "float16",
-}
+# of the command: done, --verify found a bug, bad input, interrupted
+EXIT_OK, EXIT_BUG, EXIT_ERROR, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
 @dataclass(frozen=True)
@@ -71,8 +64,6 @@ class RunSettings:
         if unknown or not self.modes:
             found = ", ".join(unknown) or "nothing"
             raise ConfigError(f"--mode names {found}, expected some of {','.join(MODES)}")
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"--dtype is {self.dtype!r}, expected one of {', '.join(DTYPES)}")
         if "" in self.stop:
             raise ConfigError("--stop is an empty string, which would end every reply at once")
         if any("\ud800" <= letter <= "\udfff" for text in self.stop for letter in text):
