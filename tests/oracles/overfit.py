@@ -13,7 +13,7 @@ from eagle3.config import HeadOptions
 from eagle3.heads.eagle3 import Eagle3Head
 from eagle3.target import Target
 from eagle3.vocab import build_vocab_map
-from eagle3_train.batches import PackedBatch, pack
+from eagle3_train.batches import PackedBatch, pack, supervise
 from eagle3_train.evaluate import Tally
 from eagle3_train.features import Features
 from eagle3_train.ttt import TTTBatch, TTTOutput, TTTRollout
@@ -83,8 +83,8 @@ def mapped_head(target: Target, batch: PackedBatch, draft_vocab_size: int, seed:
 
 def train(target: Target, head: Eagle3Head, batch: PackedBatch, optimizer_steps: int, ttt_steps: int) -> None:
     rollout = TTTRollout(head, 1.0)
-    inputs = Features(target, head, len(batch.ids)).prepare(batch, ttt_steps)
-    counts = inputs.counted.sum(1).float()
+    inputs = Features(target, head, len(batch.ids)).prepare(batch, supervise(batch, head.t2d, ttt_steps))
+    counts = inputs.supervision.counted.sum(1).float()
     optimizer = torch.optim.AdamW(head.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, optimizer_steps)
     for _ in range(optimizer_steps):
@@ -98,7 +98,7 @@ def train(target: Target, head: Eagle3Head, batch: PackedBatch, optimizer_steps:
 @torch.no_grad()
 def simulate(target: Target, head: Eagle3Head, batch: PackedBatch, steps: int) -> tuple[Tally, TTTBatch, TTTOutput]:
     """Simulated tau of a chain of `steps` drafts over the batch's replies."""
-    inputs = Features(target, head, len(batch.ids)).prepare(batch, steps)
+    inputs = Features(target, head, len(batch.ids)).prepare(batch, supervise(batch, head.t2d, steps))
     output = TTTRollout(head)(inputs, torch.ones(steps))
     tally = Tally(steps)
     tally.add(inputs, output)

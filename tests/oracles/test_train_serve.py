@@ -37,8 +37,9 @@ def run_engine(target, head, prompts, replies, depth, slots=1, eos=()):
 
 def hit_tables(inputs, output):
     """[steps, R] of every reply, in order."""
-    hits = (output.prediction == inputs.tokens) & inputs.counted
-    spans = inputs.batch.span_ids[inputs.rows + 1]
+    supervision = inputs.supervision
+    hits = (output.prediction == supervision.tokens) & supervision.counted
+    spans = inputs.batch.span_ids[supervision.rows + 1]
     return [hits[:, spans == span] for span in spans.unique()]
 
 

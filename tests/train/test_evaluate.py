@@ -61,9 +61,7 @@ def simulated(tokens, prediction, counted, spans, argmax=None) -> tuple[Any, Any
     argmax = torch.tensor(argmax) if argmax is not None else tokens[0]
     in_vocab = argmax < 100
     inputs = SimpleNamespace(
-        tokens=tokens,
-        counted=counted,
-        rows=rows,
+        supervision=SimpleNamespace(tokens=tokens, counted=counted, rows=rows),
         batch=SimpleNamespace(span_ids=torch.tensor([0, *spans])),
         teacher=SimpleNamespace(argmax=argmax, in_vocab=in_vocab),
     )
@@ -72,7 +70,6 @@ def simulated(tokens, prediction, counted, spans, argmax=None) -> tuple[Any, Any
         prediction=prediction,
         step_loss=torch.full((steps,), 6.0),
         step_alpha=torch.full((steps,), 2.0),
-        trained=(prediction >= 0).sum(1),
     )
     return inputs, output
 

@@ -7,7 +7,7 @@ import torch
 
 from eagle3.errors import ConfigError
 from eagle3_train import features as features_module
-from eagle3_train.batches import pack
+from eagle3_train.batches import pack, supervise
 from eagle3_train.features import Features, check_memory
 from oracles.overfit import mapped_head
 from oracles.tiny import tiny_target
@@ -29,6 +29,11 @@ def rows(lengths, seed=0):
     ]
 
 
+def prepared(features, documents, steps=1):
+    batch = pack(documents)
+    return features.prepare(batch, supervise(batch, features.head.t2d, steps))
+
+
 def make(target, documents, keep=False, max_rows=None):
     batch = pack(documents)
     return Features(target, mapped_head(target, batch, 40), max_rows or len(batch.ids), keep), batch
@@ -38,7 +43,7 @@ def make(target, documents, keep=False, max_rows=None):
 def test_features_and_teacher_are_transformers_own(target):
     """The wrong layer, a normed state, a teacher of the row itself instead of the next, an embedding unscaled."""
     features, batch = make(target, rows([12, 9]))
-    inputs = features.prepare(batch, 2)
+    inputs = features.prepare(batch, supervise(batch, features.head.t2d, 2))
     start = 0
     for length in batch.lengths:
         at = slice(start, start + length)
@@ -48,8 +53,8 @@ def test_features_and_teacher_are_transformers_own(target):
         # hidden_states[i + 1] is the output of layer i
         wanted = torch.cat([out.hidden_states[i + 1][0] for i in (1, 3, 4)], -1)
         torch.testing.assert_close(inputs.features[at], wanted, rtol=1e-5, atol=1e-5)
-        mine = (inputs.rows >= at.start) & (inputs.rows < at.stop)
-        spoken = out.logits[0][inputs.rows[mine] - start + 1]
+        mine = (inputs.supervision.rows >= at.start) & (inputs.supervision.rows < at.stop)
+        spoken = out.logits[0][inputs.supervision.rows[mine] - start + 1]
         torch.testing.assert_close(inputs.teacher.logits[mine], spoken[:, features.draft_ids], rtol=1e-5, atol=1e-4)
         torch.testing.assert_close(inputs.teacher.lse[mine], spoken.logsumexp(-1), rtol=1e-5, atol=1e-4)
         assert torch.equal(inputs.teacher.argmax[mine], spoken.argmax(-1))
@@ -61,11 +66,11 @@ def test_features_and_teacher_are_transformers_own(target):
 def test_teacher_in_chunks(target, monkeypatch):
     """A chunk's edge that loses rows; full-vocabulary logits of the whole batch at once."""
     features, batch = make(target, rows([12, 9]))
-    whole = features.prepare(batch, 1)
+    whole = features.prepare(batch, supervise(batch, features.head.t2d, 1))
     monkeypatch.setattr(features_module, "TEACHER_CHUNK", 4)
     sizes, logits = [], target.logits
     monkeypatch.setattr(target, "logits", lambda h, ids=None: sizes.append((len(h), ids)) or logits(h, ids))
-    chunked = features.prepare(batch, 1)
+    chunked = features.prepare(batch, supervise(batch, features.head.t2d, 1))
     assert [n for n, ids in sizes if ids is None] == [4, 4, 4, 1]
     torch.testing.assert_close(chunked.teacher.lse, whole.teacher.lse)
     assert torch.equal(chunked.teacher.argmax, whole.teacher.argmax)
@@ -75,9 +80,9 @@ def test_features_are_copies(target):
     """The next batch's forward overwrites what this one's backward still needs."""
     documents = rows([12, 9])
     features, batch = make(target, documents)
-    first = features.prepare(batch, 1)
+    first = features.prepare(batch, supervise(batch, features.head.t2d, 1))
     kept = first.features.clone()
-    features.prepare(pack(rows([12, 9], seed=5)), 1)
+    prepared(features, rows([12, 9], seed=5), 1)
     assert torch.equal(first.features, kept)
 
 
@@ -87,11 +92,11 @@ def test_kept_features_are_those_of_their_document(target, monkeypatch):
     features, batch = make(target, documents, keep=True, max_rows=64)
     hidden, sizes = target.hidden, []
     monkeypatch.setattr(target, "hidden", lambda ids, *rest: sizes.append(len(ids)) or hidden(ids, *rest))
-    features.prepare(batch, 2)
+    features.prepare(batch, supervise(batch, features.head.t2d, 2))
     assert sizes == [12, 9, 12, 7]
-    alone = [features.prepare(pack([document]), 2) for document in documents]
+    alone = [prepared(features, [document], 2) for document in documents]
     monkeypatch.setattr(target, "hidden", lambda *_: pytest.fail("the target ran again"))
-    mixed = features.prepare(pack([documents[3], documents[0], documents[2]]), 2)
+    mixed = prepared(features, [documents[3], documents[0], documents[2]], 2)
     for name in ("features", "embeds"):
         assert torch.equal(getattr(mixed, name), torch.cat([getattr(alone[i], name) for i in (3, 0, 2)]))
     for name in ("lse", "argmax", "in_vocab"):
@@ -105,8 +110,8 @@ def test_kept_features_know_what_is_supervised(target):
     document = rows([12])[0]
     other = {**document, "span_ids": [0] * 6 + [1] * 6}
     features, batch = make(target, [document], keep=True)
-    assert len(features.prepare(batch, 1).teacher.lse) == 8
-    assert len(features.prepare(pack([other]), 1).teacher.lse) == 5
+    assert len(features.prepare(batch, supervise(batch, features.head.t2d, 1)).teacher.lse) == 8
+    assert len(prepared(features, [other], 1).teacher.lse) == 5
 
 
 def test_map_loaded_after_the_features_were_made(target):
@@ -117,7 +122,7 @@ def test_map_loaded_after_the_features_were_made(target):
     with torch.no_grad():
         shifted = (torch.arange(40) + head.d2t + 1) % 300
         head.d2t.copy_(shifted - torch.arange(40))
-    inputs = features.prepare(batch, 1)
+    inputs = features.prepare(batch, supervise(batch, features.head.t2d, 1))
     torch.testing.assert_close(
         inputs.teacher.logits.gather(1, inputs.teacher.logits.argmax(-1, keepdim=True)).flatten(),
         full_logits(target, batch, inputs)[:, shifted].max(-1).values,
@@ -128,7 +133,9 @@ def test_map_loaded_after_the_features_were_made(target):
 def full_logits(target, batch, inputs):
     from eagle3.attention import DenseCausal
 
-    return target.logits(target.hidden(batch.ids, batch.positions, DenseCausal(batch.lengths)))[inputs.rows + 1]
+    return target.logits(target.hidden(batch.ids, batch.positions, DenseCausal(batch.lengths)))[
+        inputs.supervision.rows + 1
+    ]
 
 
 def test_memory_is_checked_before_it_is_taken(target):
