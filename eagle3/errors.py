@@ -27,3 +27,8 @@ class DataError(Eagle3Error):
 
 class EmptyLossMaskError(DataError):
     """No token is left to train on."""
+
+
+def one_line(error: Eagle3Error) -> str:
+    """What scripts print on stderr before they exit with 2."""
+    return "error: " + " ".join(str(error).split())

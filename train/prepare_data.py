@@ -1,48 +1,61 @@
 """Check chat data before training: what is kept, what is dropped, and exactly what is supervised.
 
-    python train/prepare_data.py chats.jsonl --target smollm2-135m-instruct --max-length 512 --inspect 3
+    python train/prepare_data.py --config recipes/base/smollm2-135m.yaml --inspect 3
+    python train/prepare_data.py --target MODEL --data.files '[chats.jsonl]'
 
-Only the target's tokenizer is loaded. Supervised text is printed between ⟦ and ⟧.
+The settings are the trainer's own, so what is shown is what would be trained on. Only the target's tokenizer and
+config are loaded. Supervised text is printed between ⟦ and ⟧.
 """
 
-from __future__ import annotations
-
 import sys
-from pathlib import Path
+import warnings
+from dataclasses import dataclass
 from typing import Any
+
+from eagle3.config import load_config
+from eagle3.errors import ConfigError, Eagle3Error, one_line
+from eagle3_train.config import TrainConfig
 
 COVERAGE_SIZES = (1024, 2048, 4096, 8192, 16384, 32768)
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = _parser().parse_args(argv)
-    # imported here, so that --help answers at once
-    from eagle3.errors import Eagle3Error
+@dataclass(frozen=True)
+class InspectConfig(TrainConfig):
+    """The trainer's settings, and what to show.
 
+    Args:
+        inspect: rows to print.
+    """
+
+    inspect: int = 3
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code: 0, or 2 on bad input (one line on stderr)."""
     try:
-        inspect(args)
+        inspect(load_config(InspectConfig, argv, description=__doc__))
     except Eagle3Error as error:
-        print(f"prepare_data: error: {error}", file=sys.stderr)
+        print(one_line(error), file=sys.stderr)
         return 2
     return 0
 
 
-def inspect(args: Any) -> None:
+def inspect(config: InspectConfig) -> None:
     """Print the counts, some rows and the coverage of draft vocabularies."""
     from eagle3_train.data import load_data
     from eagle3_train.render import ChatRenderer
 
-    tokenizer, eos_ids = load_tokenizer(args.target)
-    train, held_out, report = load_data(
-        args.files, ChatRenderer(tokenizer, eos_ids), args.max_length, args.eval_fraction, args.eval_rows
-    )
+    tokenizer, eos = load_tokenizer(config.target)
+    renderer = ChatRenderer(tokenizer, eos)
+    data = config.data
+    train, held_out, report = load_data(data.files, renderer, data.max_length, eval_rows=data.eval_rows)
     print(report)
-    for number in range(min(args.inspect, len(train))):
+    for number in range(min(config.inspect, len(train))):
         row = train[number]
         greedy = "greedy" if row["greedy"] else "sampled or unknown"
         print(f"\n--- row {number}: {len(row['input_ids'])} tokens, {greedy} reply")
         print(marked_text(tokenizer, row["input_ids"], row["span_ids"]))
-    print_coverage(train, held_out, len(tokenizer))
+    print_coverage(train, held_out, len(tokenizer), renderer.end_ids)
 
 
 def marked_text(tokenizer: Any, input_ids: list[int], span_ids: list[int]) -> str:
@@ -56,53 +69,37 @@ def marked_text(tokenizer: Any, input_ids: list[int], span_ids: list[int]) -> st
     return "".join(parts)
 
 
-def print_coverage(train: Any, held_out: Any, vocab_size: int) -> None:
-    """Share of the supervised tokens that the most frequent training tokens hold, by draft vocab size."""
-    from eagle3_train.data import coverage, token_counts
+def print_coverage(train: Any, held_out: Any, vocab_size: int, always: frozenset[int]) -> None:
+    """Share of the supervised tokens that draft vocabularies of several sizes, made of the training rows, hold."""
+    from eagle3.vocab import build_vocab_map
+    from eagle3_train.data import token_counts
 
-    counts = token_counts(train, vocab_size)
-    ranked = counts.argsort(descending=True, stable=True)
-    unseen = token_counts(held_out, vocab_size) if len(held_out) else None
-    print(f"\n{int((counts > 0).sum()):,} distinct supervised tokens; coverage by draft vocab size:")
+    counts, unseen = token_counts(train, vocab_size), token_counts(held_out, vocab_size)
+    print(f"\n{int((counts > 0).sum()):,} distinct supervised tokens; coverage by draft vocabulary size:")
     for size in (s for s in COVERAGE_SIZES if s < vocab_size):
-        line = f"{size:>8,}  train {coverage(counts, ranked[:size]):.4f}"
-        print(line if unseen is None else f"{line}  held-out {coverage(unseen, ranked[:size]):.4f}")
+        with warnings.catch_warnings():
+            # a size that the data cannot fill shows in the line above
+            warnings.simplefilter("ignore", UserWarning)
+            chosen = build_vocab_map(counts, size, always, vocab_size)
+        print(f"{size:>8,}  train {chosen.coverage(counts):.4f}  held-out {chosen.coverage(unseen):.4f}")
 
 
 def load_tokenizer(target: str) -> tuple[Any, tuple[int, ...]]:
     """(tokenizer, EOS ids) of the embedded target by name, of a local folder or of a hub id."""
-    from transformers import AutoTokenizer, GenerationConfig
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-    from eagle3.embedded import EMBEDDED, embedded_model_path
-    from eagle3.errors import DataError
+    from eagle3.target import eos_ids, resolve_path
 
-    path = str(embedded_model_path()) if target == EMBEDDED else target
-    path = str(Path(path).expanduser()) if path.startswith("~") else path
-    if path.startswith(("/", ".")) and not Path(path).is_dir():
-        raise DataError(f"--target {target}: no such folder")
+    path = resolve_path(target)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer, config = AutoTokenizer.from_pretrained(path), AutoConfig.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"no tokenizer at {target!r}: {str(error).splitlines()[0]}") from None
+        raise ConfigError(f"target {target!r} has no tokenizer and config: {str(error).splitlines()[0]}") from None
     try:
-        eos = GenerationConfig.from_pretrained(path).eos_token_id
+        generation = GenerationConfig.from_pretrained(path)
     except OSError:
-        eos = None
-    eos = tokenizer.eos_token_id if eos is None else eos
-    return tokenizer, tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
-
-
-def _parser() -> Any:
-    from jsonargparse import ArgumentParser
-
-    parser = ArgumentParser(prog="prepare_data.py", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("files", nargs="+", help="JSONL files (.jsonl, .jsonl.gz) with 'messages' per line")
-    parser.add_argument("--target", default="smollm2-135m-instruct", help="target: embedded name, folder or hub id")
-    parser.add_argument("--max-length", "--max_length", type=int, default=2048, help="tokens kept per row")
-    parser.add_argument("--inspect", type=int, default=3, help="rows to print")
-    parser.add_argument("--eval-fraction", "--eval_fraction", type=float, default=0.0, help="share held out")
-    parser.add_argument("--eval-rows", "--eval_rows", type=int, default=0, help="rows held out")
-    return parser
+        generation = None
+    return tokenizer, eos_ids(config, generation, tokenizer)
 
 
 if __name__ == "__main__":

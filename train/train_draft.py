@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from eagle3.config import load_config
-from eagle3.errors import Eagle3Error
+from eagle3.errors import Eagle3Error, one_line
 from eagle3_train.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
         with Run(config) as run:
             _train(config, run)
     except Eagle3Error as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(one_line(error), file=sys.stderr)
         return 2
     except OSError as error:
         # a full disk, a folder where a file should be, a path too long for the file system
@@ -49,7 +49,7 @@ def _train(config: TrainConfig, run: "Run") -> None:
     """The run in one piece, set-up, loop and end, so that it reads from the top."""
     import torch
 
-    from eagle3_train.batches import Batches
+    from eagle3_train.batches import Batches, supervise
     from eagle3_train.evaluate import Tally
     from eagle3_train.optim import check_finite, learning_rate, make_optimizer, set_learning_rate
     from eagle3_train.progress import Progress
@@ -61,9 +61,9 @@ def _train(config: TrainConfig, run: "Run") -> None:
     parts = load_parts(config, run)
     target, head = parts.target, parts.head
     rollout = TTTRollout(head, config.ttt.decay)
-    rollout, optimizer = accelerator.prepare(rollout, make_optimizer(rollout.parameters(), config.optim))
+    wrapped, optimizer = accelerator.prepare(rollout, make_optimizer(rollout.parameters(), config.optim))
     ranks = accelerator.process_index, accelerator.num_processes
-    batches = Batches(parts.train_rows, config.rows_per_batch, config.seed, *ranks)
+    batches = Batches(parts.train_rows, config.rows_per_batch, config.seed, *ranks, config.accumulation)
 
     checkpoints, state = Checkpoints(run.folder / "checkpoints", accelerator), RunState()
     if (latest := checkpoints.latest()) is not None:
@@ -76,17 +76,18 @@ def _train(config: TrainConfig, run: "Run") -> None:
     tally, tokens, seconds, tau = Tally(steps), 0, 0.0, None
 
     for step in range(state.step, config.max_steps):
-        began, first = time.monotonic(), step * config.accumulation
-        micro = [batches.batch(first + i).to(target.device) for i in range(config.accumulation)]
-        counts, new_tokens = normalisers(micro, head.t2d, steps, accelerator)
-        for i, batch in enumerate(micro):
-            inputs = parts.features.prepare(batch, steps)
-            with accelerator.no_sync(rollout) if i < len(micro) - 1 else nullcontext():
+        began = time.monotonic()
+        micro = [batch.to(target.device) for batch in batches.step(step)]
+        supervisions = [supervise(batch, head.t2d, steps) for batch in micro]
+        counts, new_tokens = normalisers(micro, supervisions, accelerator)
+        for i, (batch, supervision) in enumerate(zip(micro, supervisions, strict=True)):
+            inputs = parts.features.prepare(batch, supervision)
+            with accelerator.no_sync(wrapped) if i < len(micro) - 1 else nullcontext():
                 with autocast:
-                    output = rollout(inputs, counts)
+                    output = wrapped(inputs, counts)
                 accelerator.backward(output.loss * run.loss_scale)
             tally.add(inputs, output)
-        grad_norm = accelerator.clip_grad_norm_(rollout.parameters(), config.optim.clip)
+        grad_norm = accelerator.clip_grad_norm_(wrapped.parameters(), config.optim.clip)
         check_finite(grad_norm, step + 1)
         lr = learning_rate(step, config.max_steps, config.optim)
         set_learning_rate(optimizer, lr)

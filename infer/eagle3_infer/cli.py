@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from eagle3.errors import ConfigError, Eagle3Error
+from eagle3.errors import ConfigError, Eagle3Error, one_line
 from eagle3_infer.config import SamplingConfig
 from eagle3_infer.settings import EXIT_ERROR, EXIT_INTERRUPTED, MODES, RANDOM_DRAFT, RunSettings
 
@@ -197,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return run(settings, argv)
     except Eagle3Error as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        print(one_line(error), file=sys.stderr)
         return EXIT_ERROR
     except BrokenPipeError:
         # whoever read the output is gone (`| head`): nothing more to say, also not at exit

@@ -1,10 +1,10 @@
-"""What is supervised, as a set at both edges; packing, shifting, and the order of batches."""
+"""What is supervised, as a set at both edges; packing, and the order of batches."""
 
 import pytest
 import torch
 
 from eagle3.errors import ConfigError
-from eagle3_train.batches import Batches, pack, sequential_batches, shift_ids, supervised
+from eagle3_train.batches import Batches, pack, sequential_batches, supervise, supervised
 
 
 def row(*parts):
@@ -66,46 +66,57 @@ def test_pack_lays_documents_end_to_end():
     assert batch.to("cpu").lengths == [4, 3]
 
 
-def test_shift_stays_inside_documents():
-    batch = pack([row((3, 1)), row((2, 1))])
-    for k, (ids, valid) in {
-        0: ([1, 2, 3, 1, 2], [1, 1, 1, 1, 1]),
-        1: ([2, 3, 0, 2, 0], [1, 1, 0, 1, 0]),
-        2: ([3, 0, 0, 0, 0], [1, 0, 0, 0, 0]),
-        9: ([0] * 5, [0] * 5),
-    }.items():
-        shifted, mask = shift_ids(batch, k)
-        assert shifted.tolist() == ids
-        assert mask.tolist() == [bool(v) for v in valid]
+def test_predicted_tokens_stay_inside_documents():
+    """Where a row counts, its token is its own document's x[t+2+k]; past the pack's end nothing is read."""
+    documents = [row((1, 0), (4, 1)), row((2, 0), (3, 1))]
+    batch = pack(documents)
+    supervision = supervise(batch, torch.ones(9, dtype=torch.bool), 9)
+    # rows 0..2 of the first document, 1 and 2 of the second, which starts at 5
+    assert supervision.rows.tolist() == [0, 1, 2, 6, 7]
+    tokens = [t[c].tolist() for t, c in zip(supervision.tokens, supervision.counted, strict=True)]
+    assert tokens == [[3, 4, 5, 4, 5], [4, 5, 5], [5], *[[]] * 6]
+    assert supervision.tokens.shape == supervision.counted.shape == (9, 5)
+
+
+def test_supervision_of_nothing():
+    """A batch of prompts alone."""
+    supervision = supervise(pack([row((3, 0)), row((1, 1))]), torch.ones(9, dtype=torch.bool), 3)
+    assert supervision.rows.shape == (0,)
+    assert supervision.counted.shape == supervision.tokens.shape == (3, 0)
 
 
 def rows(count):
     return [{"input_ids": [i, i], "span_ids": [0, 1]} for i in range(count)]
 
 
-@pytest.mark.parametrize("count, size, world", [(10, 4, 1), (10, 3, 2), (7, 2, 3), (1, 4, 2), (8, 4, 2), (2, 2, 3)])
-def test_each_epoch_gives_every_row_and_equal_shares(count, size, world):
-    ranks = [Batches(rows(count), size, seed=3, rank=r, world=world) for r in range(world)]
-    for epoch in range(2):
-        steps = range(epoch * len(ranks[0]), (epoch + 1) * len(ranks[0]))
-        shares = [[b.indexes(s) for s in steps] for b in ranks]
-        assert len({tuple(map(len, share)) for share in shares}) == 1
-        assert all(0 < len(indexes) <= size for share in shares for indexes in share)
-        seen = sorted(i for share in shares for indexes in share for i in indexes)
-        assert set(seen) == set(range(count))
-        assert len(seen) < count + world
+@pytest.mark.parametrize(
+    "size, world, accumulation", [(4, 1, 1), (2, 2, 1), (1, 2, 2), (1, 1, 4), (1, 4, 1), (2, 1, 2)]
+)
+def test_ranks_and_accumulation_share_out_the_same_steps(size, world, accumulation):
+    """17 rows in steps of 4: world size and accumulation change nothing, not even where an epoch ends in a step."""
+    ranks = [Batches(rows(17), size, 3, rank, world, accumulation) for rank in range(world)]
+    alone = Batches(rows(17), 4, seed=3)
+    for step in range(12):
+        shares = [indexes for b in ranks for indexes in b.indexes(step)]
+        assert all(len(indexes) == size for indexes in shares)
+        assert sorted(i for indexes in shares for i in indexes) == sorted(alone.indexes(step)[0])
 
 
-def test_batches_depend_on_seed_epoch_and_step_alone():
-    first, again = Batches(rows(20), 4, seed=1), Batches(rows(20), 4, seed=1)
-    for step in (0, 1, 4, 5, 9):
-        assert first.indexes(step) == again.indexes(step)
+def test_every_epoch_is_a_permutation_of_the_rows():
+    batches = Batches(rows(17), 4, seed=3)
+    stream = [i for step in range(17) for i in batches.indexes(step)[0]]
+    epochs = [stream[start : start + 17] for start in range(0, 68, 17)]
+    assert all(sorted(epoch) == list(range(17)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+
+
+def test_batches_depend_on_seed_and_step_alone():
+    first = Batches(rows(20), 4, seed=1)
+    order = [first.indexes(s) for s in range(10)]
     # a resumed run asks for step 7 at once
-    assert torch.equal(Batches(rows(20), 4, seed=1).batch(7).ids, first.batch(7).ids)
-    order = [first.indexes(s) for s in range(5)]
-    assert order != [first.indexes(s) for s in range(5, 10)]
-    assert order != [Batches(rows(20), 4, seed=2).indexes(s) for s in range(5)]
-    assert (first.epoch(4), first.epoch(5)) == (0, 1)
+    assert torch.equal(Batches(rows(20), 4, seed=1).step(7)[0].ids, first.step(7)[0].ids)
+    assert [Batches(rows(20), 4, seed=1).indexes(s) for s in range(10)] == order
+    assert [Batches(rows(20), 4, seed=2).indexes(s) for s in range(10)] != order
 
 
 def test_sequential_batches_give_each_row_once():
@@ -115,7 +126,7 @@ def test_sequential_batches_give_each_row_once():
 
 
 def test_impossible_batches_are_config_errors():
-    for options in ({"rows_per_batch": 0}, {"rows_per_batch": 1, "rank": 1}):
+    for options in ({"rows_per_batch": 0}, {"rows_per_batch": 1, "rank": 1}, {"rows_per_batch": 1, "accumulation": 0}):
         with pytest.raises(ConfigError, match="rows_per_batch >= 1"):
             Batches(rows(3), **options)
     with pytest.raises(ConfigError, match="no rows"):

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from eagle3.errors import ConfigError, DataError, EmptyLossMaskError
+from eagle3.vocab import VocabMap
 from eagle3_train.chats import parse_chat, read_chats
-from eagle3_train.data import DataReport, build_rows, coverage, load_data, split_rows, token_counts
+from eagle3_train.data import DataReport, build_rows, load_data, split_rows, token_counts
 from eagle3_train.render import ChatRenderer, Row
 
 DEMO = Path(__file__).parents[2] / "recipes/data/smollm2_selfgen_demo.jsonl.gz"
@@ -45,6 +46,7 @@ def line(prompt, reply="", **more):
     "text, found",
     [
         ("{oops", "not valid JSON"),
+        ("[" * 100_000, "not valid JSON"),
         ("[1, 2]", "expected a JSON object"),
         ('{"conversations": []}', r"'messages' must be a non-empty list, found keys \['conversations'\]"),
         ('{"messages": []}', "non-empty list"),
@@ -85,10 +87,20 @@ def test_unreadable_files_are_named(tmp_path):
     (tmp_path / "cut.jsonl.gz").write_bytes(whole[:-10])
     with pytest.raises(DataError, match=r"cut\.jsonl\.gz:1: cannot be read"):
         list(read_chats([str(tmp_path / "cut.jsonl.gz")]))
+    (tmp_path / "spoiled.jsonl.gz").write_bytes(whole[:10] + b"\xff" * 20 + whole[30:])
+    with pytest.raises(DataError, match=r"spoiled\.jsonl\.gz:1: cannot be read"):
+        list(read_chats([str(tmp_path / "spoiled.jsonl.gz")]))
     with pytest.raises(DataError, match="no chats in"):
         build_rows([write(tmp_path / "empty.jsonl", "\n")], Letters(), 100)
     with pytest.raises(DataError, match="no data files"):
         build_rows([], Letters(), 100)
+
+
+def test_windows_lines_and_byte_order_mark(tmp_path):
+    text = b"\xef\xbb\xbf" + json.dumps(line("a", "b")).encode() + b"\r\n"
+    (tmp_path / "chats.jsonl").write_bytes(text)
+    (tmp_path / "chats.jsonl.gz").write_bytes(gzip.compress(text))
+    assert len(list(read_chats([str(file) for file in sorted(tmp_path.iterdir())]))) == 2
 
 
 def test_optional_fields_of_a_chat():
@@ -184,8 +196,7 @@ def test_token_counts_are_of_predicted_tokens(tmp_path):
     assert {chr(i): int(counts[i]) for i in counts.nonzero()} == {"c": 2, "d": 1}
     assert counts.dtype == torch.int64
     assert counts.sum() == report.supervised_tokens
-    assert coverage(counts, torch.tensor([ord("c")])) == pytest.approx(2 / 3)
-    assert coverage(counts, counts > 1) == pytest.approx(2 / 3)
+    assert VocabMap(torch.tensor([ord("c")]), counts > 1).coverage(counts) == pytest.approx(2 / 3)
     with pytest.raises(DataError, match="outside the target's vocabulary of 100"):
         token_counts(dataset, 100)
 

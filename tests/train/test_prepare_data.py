@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DEMO = str(ROOT / "recipes/data/smollm2_selfgen_demo.jsonl.gz")
+DEMO = f"--data.files=[{ROOT / 'recipes/data/smollm2_selfgen_demo.jsonl.gz'}]"
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def prepare_data():
 
 
 def test_inspect_prints_supervised_text_counts_and_coverage(prepare_data, capsys):
-    assert prepare_data.main([DEMO, "--max-length", "384", "--inspect", "2", "--eval-rows", "30"]) == 0
+    assert prepare_data.main([DEMO, "--data.max_length", "384", "--inspect", "2", "--data.eval_rows", "30"]) == 0
     out = capsys.readouterr().out
     assert "rows kept                          600" in out
     assert out.count("<|im_start|>assistant\n⟦") == 2
@@ -40,11 +40,13 @@ def test_marked_text_closes_spans_that_touch(prepare_data):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["missing.jsonl"], "missing.jsonl: no such file"),
-        ([DEMO, "--target", "/nowhere"], "--target /nowhere: no such folder"),
-        ([DEMO, "--max-length", "2"], "max_length is 2"),
-        ([DEMO, "--max-length", "8"], "0 of 600 chats kept"),
-        ([DEMO, "--eval-rows", "9999"], "eval_rows is 9999"),
+        (["--data.files=[missing.jsonl]"], "missing.jsonl: no such file"),
+        ([], "no data files given"),
+        ([DEMO, "--target", "/nowhere"], "/nowhere"),
+        ([DEMO, "--data.max_length", "2"], "data.max_length is 2"),
+        ([DEMO, "--data.max_length", "8"], "0 of 600 chats kept"),
+        ([DEMO, "--data.eval_rows", "9999"], "eval_rows is 9999"),
+        ([DEMO, "--data.evalrows", "9"], "did you mean 'data.eval_rows'?"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(prepare_data, capsys, arguments, message):

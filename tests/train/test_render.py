@@ -170,6 +170,19 @@ def test_template_without_end_of_turn_token(with_template):
     assert spans(tokenizer, row) == ["Hello", "Bye"]
 
 
+def test_end_ids_are_those_that_replies_end_with(with_template):
+    """An end of turn that is no EOS of the target: a head that cannot draft it misses at every reply's end."""
+    tokenizer = with_template(LLAMA3, ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"])
+    end = tokenizer.convert_tokens_to_ids("<|eot_id|>")
+    renderer = ChatRenderer(tokenizer, (0,))
+    assert renderer.end_ids == {0}
+    renderer.rows(chat("Hi", "Hello", "And", "Bye", finished=False))
+    assert renderer.end_ids == {0, end}
+    silent = ChatRenderer(with_template(NO_END_OF_TURN), (0,))
+    silent.rows(chat("Hi", "Hello"))
+    assert silent.end_ids == {0}
+
+
 def test_text_between_reply_and_end_of_turn_belongs_to_the_span(with_template):
     tokenizer = with_template(SPACE_BEFORE_END)
     row, *_ = ChatRenderer(tokenizer, (0,)).rows(chat("Hi", "Hello", "And", "Bye"))

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from eagle3.checkpoint.reference import load_head
 from eagle3.target import Target
+from eagle3_train import optim as optim_module
 from eagle3_train import run as run_module
 from oracles.tiny import tiny_chats, tiny_folder
 
@@ -93,6 +94,14 @@ def check_equal(found, wanted, tolerance=0.0):
     assert found.keys() == wanted.keys()
     for name, x in wanted.items():
         torch.testing.assert_close(found[name], x, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.fixture(scope="module")
+def crossing(made, tmp_path_factory):
+    """A run on 17 rows in steps of 4: steps 5, 9, 13 and 18 take rows of two epochs."""
+    run = train(made, tmp_path_factory.mktemp("crossing") / "run", data__eval_rows=3, eval_every=20)
+    assert json.loads((run / "run.json").read_text())["data"]["train_rows"] == 17
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -234,6 +243,72 @@ def test_resume_takes_the_map_of_the_checkpoint(made, tmp_path):
     assert all(seen), "the teacher's logits are those of the changed data's map"
 
 
+def test_resume_tells_what_changed(made, tmp_path, capsys):
+    """Another learning rate, or another end of its schedule, taken up in silence."""
+    run = train(made, tmp_path / "run", max_steps=2)
+    capsys.readouterr()
+    train(made, run, max_steps=3, optim__lr=2e-3, log_every=2)
+    lines = capsys.readouterr().out.splitlines()
+    told = [line.strip() for line in lines if line.startswith("  changed")]
+    assert sorted(told) == ["changed: max_steps: 2 -> 3", "changed: optim.lr: 0.003 -> 0.002"]
+    assert any(line.startswith("resumed at step 2 from ") for line in lines)
+
+
+def test_the_target_is_not_trained(made, tmp_path, monkeypatch):
+    """Its parameters in the optimiser or the checkpoints (which would be as large as the target), or changed."""
+    seen, load_parts, make = {}, run_module.load_parts, optim_module.make_optimizer
+
+    def loading(*args):
+        seen["parts"] = load_parts(*args)
+        seen["before"] = {k: v.clone() for k, v in seen["parts"].target.model.state_dict().items()}
+        return seen["parts"]
+
+    def making(*args):
+        seen["optimizer"] = make(*args)
+        return seen["optimizer"]
+
+    monkeypatch.setattr(run_module, "load_parts", loading)
+    monkeypatch.setattr(optim_module, "make_optimizer", making)
+    run = train(made, tmp_path / "run", max_steps=2)
+    target, head = seen["parts"].target.model, seen["parts"].head
+    after = target.state_dict()
+    assert seen["before"].keys() == after.keys()
+    assert all(torch.equal(after[k].view(torch.uint8), v.view(torch.uint8)) for k, v in seen["before"].items())
+    assert not any(p.requires_grad or p.grad is not None for p in target.parameters())
+    optimised = [p for group in seen["optimizer"].param_groups for p in group["params"]]
+    assert {id(p) for p in optimised} == {id(p) for p in head.parameters()}
+    assert not {p.data_ptr() for p in optimised} & {p.data_ptr() for p in target.parameters()}
+    checkpoint = run / "checkpoints/step-00000002"
+    assert load_file(checkpoint / "model.safetensors").keys() == {f"head.{k}" for k in head.state_dict()}
+    state = torch.load(checkpoint / "optimizer.bin", weights_only=True)
+    assert len(state["state"]) == len(optimised)
+    # weights, two moments, and the map; with the target's it would be several times that
+    mine = sum(p.numel() * 4 for p in optimised)
+    files = sum(f.stat().st_size for f in checkpoint.iterdir())
+    assert files < 3 * mine + 100_000
+
+
+def test_end_of_turn_is_always_in_the_draft_vocabulary(made, tmp_path):
+    """A template that ends turns with a token that is no EOS, and replies that were cut off before it."""
+    folder = tmp_path / "target"
+    shutil.copytree(made / "target", folder)
+    template = folder / "chat_template.jinja"
+    template.write_text(template.read_text().replace("<|im_end|>", "<|tool|>"))
+    tokenizer = Target.load(folder).tokenizer
+    end, eos = tokenizer.convert_tokens_to_ids("<|tool|>"), tokenizer.eos_token_id
+    assert end != eos
+    chats = [json.loads(line) for line in (made / "chats.jsonl").read_text().splitlines()]
+    for chat in chats:
+        # the model may say it by itself; counted, it needs no forcing
+        chat["finished"] = False
+        chat["messages"][1]["token_ids"] = [i for i in chat["messages"][1]["token_ids"] if i not in (end, eos)]
+    cut = tmp_path / "cut.jsonl"
+    cut.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    run = train(made, tmp_path / "run", target=folder, data__files=f"[{cut}]", head__draft_vocab_size=50, max_steps=1)
+    d2t = weights(run)["d2t"]
+    assert {end, eos} <= set((torch.arange(len(d2t)) + d2t).tolist())
+
+
 def test_a_finished_run_is_left_as_it_is(made, whole):
     """The same command again trains further, or loses the records."""
     before, state = losses(whole), final(whole)
@@ -262,12 +337,15 @@ def test_keeping_features_changes_nothing(made, whole, tmp_path):
 
 
 @pytest.mark.parametrize("rows, accumulation", [(1, 4), (2, 2)])
-def test_accumulation_changes_nothing(made, whole, tmp_path, rows, accumulation):
-    """A mean over micro-batches; N_k of the micro-batch alone; accelerate's own division added."""
-    run = train(made, tmp_path / "run", rows_per_batch=rows, accumulation=accumulation, max_steps=20, eval_every=20)
-    for found, wanted in zip(metrics(run), metrics(whole), strict=True):
+def test_accumulation_changes_nothing(made, crossing, tmp_path, rows, accumulation):
+    """A mean over micro-batches; N_k of the micro-batch alone; accelerate's own division added; short steps where
+    an epoch ends."""
+    settings = {"rows_per_batch": rows, "accumulation": accumulation, "data__eval_rows": 3, "eval_every": 20}
+    run = train(made, tmp_path / "run", **settings)
+    for found, wanted in zip(metrics(run), metrics(crossing), strict=True):
+        assert found["tokens"] == wanted["tokens"]
         assert found["loss"] == pytest.approx(wanted["loss"], rel=2e-3)
-    first, wanted = metrics(run)[0], metrics(whole)[0]
+    first, wanted = metrics(run)[0], metrics(crossing)[0]
     for name in ("loss", "grad_norm", "alpha", "coverage"):
         assert first[name] == pytest.approx(wanted[name], rel=1e-5)
 
@@ -368,10 +446,12 @@ def free_port():
 
 
 def test_two_ranks_equal_one_process(made, tmp_path):
-    """A mean over ranks, N_k of one rank, unequal batches, or evaluation of half the rows."""
-    one = train(made, tmp_path / "one", rows_per_batch=4, max_steps=3, eval_every=3)
+    """A mean over ranks, N_k of one rank, unequal batches (step 5 of 17 rows ends an epoch), evaluation of half the
+    rows."""
+    settings = {"data__eval_rows": 3, "max_steps": 6, "eval_every": 6}
+    one = train(made, tmp_path / "one", rows_per_batch=4, **settings)
     # `accelerate launch --cpu` starts several processes through MPI only; torch's launcher needs none
-    words = arguments(made, tmp_path / "two", rows_per_batch=2, max_steps=3, eval_every=3)
+    words = arguments(made, tmp_path / "two", rows_per_batch=2, **settings)
     command = ["torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port()), SCRIPT]
     done = launch(*command, *words, ACCELERATE_USE_CPU="true")
     assert done.returncode == 0, done.stderr

@@ -2,17 +2,17 @@
 
 import copy
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 
 from eagle3.attention import DenseCausal
 from eagle3_train import ttt
-from eagle3_train.batches import pack
+from eagle3_train.batches import pack, supervise
 from eagle3_train.evaluate import Tally
 from eagle3_train.features import Features
-from eagle3_train.ttt import TTTRollout, counted_rows
+from eagle3_train.ttt import TTTRollout
 from oracles.chain import ChainDrafter
 from oracles.overfit import mapped_head
 from oracles.tiny import tiny_target
@@ -68,7 +68,7 @@ def random_head(target, rows, draft_vocab_size=60, **options):
 
 def prepare(target, head, rows, steps):
     batch = pack(rows)
-    return Features(target, head, len(batch.ids)).prepare(batch, steps)
+    return Features(target, head, len(batch.ids)).prepare(batch, supervise(batch, head.t2d, steps))
 
 
 def oracle(target, head):
@@ -99,7 +99,7 @@ def test_step_k_is_the_kth_step_of_a_recurrent_drafter(target, options, monkeypa
         drafter, compared = oracle(target, head), 0
         for start, ids, features, _ in parts(inputs):
             chains = drafter.chains(features, ids, steps, known=True)
-            for r, row in enumerate((inputs.rows - start).tolist()):
+            for r, row in enumerate((inputs.supervision.rows - start).tolist()):
                 if not 0 <= row < len(chains):
                     continue
                 hidden = torch.stack([outputs[k][r] for k in range(len(chains[row].hidden))])
@@ -126,41 +126,40 @@ def brute_counted(rows, in_vocab, steps):
     return out
 
 
-def test_counted_rows_at_both_edges():
+def test_supervised_set_at_both_edges():
     """Off by one at a span's ends; rows that cross into the next document; a token that cannot be drafted passed."""
     rows = [
         {"input_ids": [1, 2, 3, 4, 5, 6, 7], "span_ids": [0, 0, 1, 1, 1, 1, 0]},
         {"input_ids": [1, 2, 30, 4, 5], "span_ids": [0, 1, 1, 1, 1]},
     ]
     t2d = torch.tensor([i < 10 for i in range(40)])
-    batch = pack(rows)
-    every = torch.arange(len(batch.ids))
-    counted, tokens = counted_rows(batch, every, t2d, 4)
+    supervision = supervise(pack(rows), t2d, 4)
     # spans at 2..5 and 8..11 of the pack; token 30 at 9 may be predicted, but not drafted past
-    assert [set(c.nonzero().flatten().tolist()) for c in counted] == [{1, 2, 3, 7, 8, 9}, {1, 2, 8}, {1}, set()]
-    assert tokens[0, [1, 7, 9]].tolist() == [4, 30, 5]
-    assert tokens[2, 1] == 6
+    assert supervision.rows.tolist() == [1, 2, 3, 7, 8, 9]
+    counted = [set(supervision.rows[c].tolist()) for c in supervision.counted]
+    assert counted == [{1, 2, 3, 7, 8, 9}, {1, 2, 8}, {1}, set()]
+    assert supervision.tokens[0].tolist() == [4, 5, 6, 30, 4, 5]
+    assert supervision.tokens[2, 0] == 6
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_counted_rows_equal_a_plain_loop(seed):
+def test_supervised_set_equals_a_plain_loop(seed):
     """The same on random rows and maps: the supervised set is exact."""
     rows = documents([9, 4, 16, 7, 12], seed)
     draw = torch.Generator().manual_seed(seed)
     t2d = torch.rand(300, generator=draw) < 0.8
-    batch = pack(rows)
-    every = torch.arange(len(batch.ids))
-    counted, tokens = counted_rows(batch, every, t2d, 5)
-    found = {(t, k): int(tokens[k, t]) for k, t in counted.nonzero().tolist()}
+    supervision = supervise(pack(rows), t2d, 5)
+    at = [(k, r, int(supervision.rows[r])) for k, r in supervision.counted.nonzero().tolist()]
+    found = {(t, k): int(supervision.tokens[k, r]) for k, r, t in at}
     assert found == brute_counted(rows, set(t2d.nonzero().flatten().tolist()), 5)
 
 
 @torch.no_grad()
 def brute_loss(target, head, inputs, rows, steps, decay):
-    """(loss, trained per step, right per step) by loops over documents, rows and steps."""
+    """(loss, its sums per step, right per step) by loops over documents, rows and steps."""
     draft_ids = (torch.arange(head.draft_vocab_size) + head.d2t).tolist()
     counted = brute_counted(rows, set(draft_ids), steps)
-    loss, trained, right = [0.0] * steps, [0] * steps, [0] * steps
+    loss, right = [0.0] * steps, [0] * steps
     drafter = oracle(target, head)
     for start, ids, features, _ in parts(inputs):
         x = torch.tensor(ids)
@@ -172,10 +171,9 @@ def brute_loss(target, head, inputs, rows, steps, decay):
                     continue
                 p = teacher[t + 1 + k, draft_ids].softmax(-1)
                 loss[k] += float(-(p * chains[t].logits[k].log_softmax(-1)).sum())
-                trained[k] += 1
                 right[k] += chains[t].tokens[k] == int(teacher[t + 1 + k].argmax())
     counts = [max(1, sum(step == k for _, step in counted)) for k in range(steps)]
-    return sum(decay**k * loss[k] / counts[k] for k in range(steps)), trained, right
+    return sum(decay**k * loss[k] / counts[k] for k in range(steps)), loss, right
 
 
 def test_loss_and_hits_equal_plain_loops(target):
@@ -183,16 +181,16 @@ def test_loss_and_hits_equal_plain_loops(target):
     steps, decay, rows = 4, 0.7, documents([12, 10, 3, 13])
     head = random_head(target, rows, 40)
     inputs = prepare(target, head, rows, steps)
-    normalisers = inputs.counted.sum(1).float()
+    normalisers = inputs.supervision.counted.sum(1).float()
     with torch.no_grad():
         output = TTTRollout(head, decay)(inputs, normalisers)
-    loss, trained, right = brute_loss(target, head, inputs, rows, steps, decay)
+    loss, step_loss, right = brute_loss(target, head, inputs, rows, steps, decay)
     assert output.loss.item() == pytest.approx(loss, rel=1e-5)
-    assert output.trained.tolist() == trained
+    assert output.step_loss.tolist() == pytest.approx(step_loss, rel=1e-5)
     tally = Tally(steps)
     tally.add_rates(inputs, output)
     assert tally.right == right
-    assert tally.counted == inputs.counted.sum(1).tolist()
+    assert tally.counted == inputs.supervision.counted.sum(1).tolist()
 
 
 def test_teacher_outside_the_draft_vocabulary(target):
@@ -202,26 +200,73 @@ def test_teacher_outside_the_draft_vocabulary(target):
     inputs = prepare(target, head, rows, 1)
     outside = ~inputs.teacher.in_vocab
     assert 0 < outside.sum() < len(outside), "the test needs both kinds"
-    with torch.no_grad():
-        output = TTTRollout(head)(inputs, inputs.counted.sum(1).float())
-    assert (output.prediction[0, outside] == -1).all()
-    assert (output.prediction[0, ~outside] >= 0).all()
-    assert output.trained.tolist() == [int((~outside).sum())]
+    normalisers = inputs.supervision.counted.sum(1).float()
+    assert normalisers.tolist() == [len(outside)]
+    output = TTTRollout(head)(inputs, normalisers)
+    output.loss.backward()
+    gradient = head.fc.weight.grad
+    assert gradient is not None
     tally = Tally(1)
     tally.add_rates(inputs, output)
     assert tally.rates()["coverage"] == pytest.approx(float(inputs.teacher.in_vocab.float().mean()))
     assert tally.counted == [len(outside)]
-    with_loss = tally.loss[0]
-    inputs.teacher.logits[outside] = 50.0
+    # whatever the teacher says there, loss, gradient and accuracy do not move
+    inputs.teacher.logits[outside] = 50 * torch.rand(int(outside.sum()), 20)
+    head.fc.weight.grad = None
+    again, changed = Tally(1), TTTRollout(head)(inputs, normalisers)
+    changed.loss.backward()
+    again.add_rates(inputs, changed)
+    assert torch.equal(changed.step_loss, output.step_loss)
+    torch.testing.assert_close(head.fc.weight.grad, gradient, rtol=0, atol=0)
+    assert again.right == tally.right
+
+
+@torch.no_grad()
+def brute_alpha(target, head, inputs, rows, steps):
+    """By step, the sum of sum_v min(p_v, q_v) over rows whose teacher's choice [0] can, [1] cannot be drafted."""
+    draft_ids = (torch.arange(head.draft_vocab_size) + head.d2t).tolist()
+    counted = brute_counted(rows, set(draft_ids), steps)
+    alpha, drafter = torch.zeros(2, steps), oracle(target, head)
+    for start, ids, features, _ in parts(inputs):
+        x = torch.tensor(ids)
+        # over the whole vocabulary: what the target gives to tokens outside the draft's is never accepted
+        p = target.logits(target.hidden(x, torch.arange(len(x)), DenseCausal([len(x)]))).softmax(-1)
+        chains = drafter.chains(features, ids, steps, known=True)
+        for t, k in ((t, k) for t in range(len(ids)) for k in range(steps) if (start + t, k) in counted):
+            q, spoken = chains[t].logits[k].softmax(-1), p[t + 1 + k]
+            alpha[int(int(spoken.argmax()) not in draft_ids), k] += spoken[draft_ids].minimum(q).sum()
+    return alpha
+
+
+def test_alpha_is_over_all_supervised_rows(target):
+    """Rows whose teacher's choice cannot be drafted left out, or p renormalised: alpha would look better than it is."""
+    steps, rows = 3, documents([16, 18, 20, 17])
+    head = random_head(target, rows, 60)
+    inputs = prepare(target, head, rows, steps)
+    inside, outside = brute_alpha(target, head, inputs, rows, steps)
+    assert (inside > 0).all(), "the test needs both kinds"
+    assert (outside > 0).all(), "the test needs both kinds"
     with torch.no_grad():
-        assert float(TTTRollout(head)(inputs, torch.ones(1)).step_loss) == with_loss
+        output = TTTRollout(head)(inputs, torch.ones(steps))
+    torch.testing.assert_close(output.step_alpha, inside + outside, rtol=1e-4, atol=1e-5)
+    # those rows alone: an alpha and a prediction, but no loss
+    counted, in_vocab = inputs.supervision.counted, inputs.teacher.in_vocab
+    entry = torch.arange(counted.shape[1]) + torch.arange(steps)[:, None]
+    unlearned = counted & ~in_vocab[entry.clamp(max=counted.shape[1] - 1)]
+    alone = replace(inputs, supervision=replace(inputs.supervision, counted=unlearned))
+    with torch.no_grad():
+        output = TTTRollout(head)(alone, torch.ones(steps))
+    torch.testing.assert_close(output.step_alpha, outside, rtol=1e-4, atol=1e-5)
+    assert output.loss == 0
+    assert not output.step_loss.any()
+    assert torch.equal(output.prediction >= 0, unlearned)
 
 
 def gradients(target, head, micro, steps):
     """(loss, gradients) of one optimizer step over packed micro-batches of rows."""
     head = copy.deepcopy(head)
     inputs = [prepare(target, head, rows, steps) for rows in micro]
-    normalisers = sum(i.counted.sum(1).float() for i in inputs)
+    normalisers = sum(i.supervision.counted.sum(1).float() for i in inputs)
     total = 0.0
     for one in inputs:
         output = TTTRollout(head, 0.8)(one, normalisers)
@@ -258,7 +303,7 @@ def test_order_of_a_pack_does_not_matter_to_the_target(target):
         alone = prepare(target, head, [row], 2)
         at = slice(start, start + len(row["input_ids"]))
         torch.testing.assert_close(together.features[at], alone.features, rtol=1e-5, atol=1e-5)
-        mine = (together.rows >= at.start) & (together.rows < at.stop)
+        mine = (together.supervision.rows >= at.start) & (together.supervision.rows < at.stop)
         torch.testing.assert_close(together.teacher.logits[mine], alone.teacher.logits, rtol=1e-5, atol=1e-4)
         torch.testing.assert_close(together.teacher.lse[mine], alone.teacher.lse, rtol=1e-5, atol=1e-4)
         start = at.stop
@@ -272,6 +317,11 @@ def test_micro_batch_that_supervises_nothing(target, options):
     loss, grads = gradients(target, head, [rows], 3)
     assert loss == 0.0
     assert all(grad is not None and not grad.any() for grad in grads.values())
+    # it has no round and no row to tally
+    tally, inputs = Tally(3), prepare(target, head, rows, 3)
+    with torch.no_grad():
+        tally.add(inputs, TTTRollout(head)(inputs, torch.zeros(3)))
+    assert tally == Tally(3)
     # and beside one that does, it changes nothing
     full = documents([12, 9])
     check_same(gradients(target, head, [full, rows], 3), gradients(target, head, [full], 3))

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import ceil
 from typing import Any
 
 import torch
@@ -70,55 +69,80 @@ def supervised(span_ids: Tensor, step: int) -> Tensor:
     return (root != 0) & (root == predicted)
 
 
-def shift_ids(batch: PackedBatch, k: int) -> tuple[Tensor, Tensor]:
-    """x[t+k] inside each document, 0 past its end: (int64 [T], bool [T] true where it exists)."""
-    lengths = torch.tensor(batch.lengths, device=batch.ids.device)
-    valid = batch.positions + k < lengths[batch.documents]
-    return torch.where(valid, _left(batch.ids, k), 0), valid
+@dataclass(frozen=True)
+class Supervision:
+    """What a rollout of `steps` steps learns at, from masks and the vocabulary map alone.
+
+    rows int64 [R]: rows supervised at step 0, ascending; counted bool [steps, R]: those that count at step k;
+    tokens int64 [steps, R]: x[t+2+k], the token that step k predicts.
+    """
+
+    rows: Tensor
+    counted: Tensor
+    tokens: Tensor
+
+
+def supervise(batch: PackedBatch, t2d: Tensor, steps: int) -> Supervision:
+    """Step k's row t counts iff root x[t+1] and predicted x[t+2+k] lie in one assistant span and all tokens drafted
+    before, x[t+2..t+1+k], are in the draft vocabulary (the head cannot have proposed them otherwise).
+
+    Args:
+        t2d: bool [V], the draft vocabulary.
+    """
+    rows = supervised(batch.span_ids, 0).nonzero().flatten()
+    counted, tokens = [], []
+    reachable = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
+    for k in range(steps):
+        counted.append(supervised(batch.span_ids, k)[rows] & reachable)
+        tokens.append(_left(batch.ids, 2 + k)[rows])
+        reachable = reachable & t2d[tokens[-1]]
+    return Supervision(rows, torch.stack(counted), torch.stack(tokens))
 
 
 class Batches:
-    """Shuffled batches by global step; stateless, so resuming at a step needs nothing but its number.
+    """Shuffled batches by optimizer step; stateless, so resuming at a step needs nothing but its number.
 
-    An epoch is a permutation of the rows by (seed, epoch), cut into global batches of `rows_per_batch *
-    world` rows, of which each rank takes every world-th row. Up to world-1 rows repeat at an epoch's end, so
-    that all ranks get the same number of batches of the same number of rows; the last batch of an epoch may
-    be smaller.
+    The rows of epoch after epoch, each a permutation by (seed, epoch), are one endless stream. Step s takes rows
+    [s * G, (s + 1) * G) of it, G = rows_per_batch * accumulation * world; micro-batches and ranks only share them out,
+    so neither changes what a step learns from.
     """
 
-    def __init__(self, dataset: Any, rows_per_batch: int, seed: int = 0, rank: int = 0, world: int = 1):
-        if rows_per_batch < 1 or not 0 <= rank < world:
+    def __init__(
+        self, dataset: Any, rows_per_batch: int, seed: int = 0, rank: int = 0, world: int = 1, accumulation: int = 1
+    ):
+        if min(rows_per_batch, accumulation) < 1 or not 0 <= rank < world:
             raise ConfigError(
-                f"need rows_per_batch >= 1 and 0 <= rank < world, found {rows_per_batch}, {rank}, {world}"
+                f"need rows_per_batch >= 1, accumulation >= 1 and 0 <= rank < world, found {rows_per_batch}, "
+                f"{accumulation}, {rank}, {world}"
             )
         if not len(dataset):
             raise ConfigError("no rows to make batches of")
         self.dataset, self.rows_per_batch, self.seed = dataset, rows_per_batch, seed
-        self.rank, self.world = rank, world
+        self.rank, self.world, self.accumulation = rank, world, accumulation
         self._order = lru_cache(maxsize=2)(self._permutation)
 
-    def __len__(self) -> int:
-        """Batches of one epoch, on every rank."""
-        return ceil(len(self.dataset) / (self.rows_per_batch * self.world))
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of one optimizer step, over all ranks and micro-batches."""
+        return self.rows_per_batch * self.accumulation * self.world
 
-    def epoch(self, step: int) -> int:
-        return step // len(self)
+    def step(self, step: int) -> list[PackedBatch]:
+        """This rank's micro-batches of an optimizer step, counted from the start of training."""
+        return [pack([self.dataset[i] for i in indexes]) for indexes in self.indexes(step)]
 
-    def batch(self, step: int) -> PackedBatch:
-        """This rank's batch number `step`, counted from the start of training over all epochs."""
-        return pack([self.dataset[i] for i in self.indexes(step)])
+    def indexes(self, step: int) -> list[list[int]]:
+        """The rows of each of this rank's micro-batches."""
+        first, width = step * self.rows_per_step, self.rows_per_batch * self.world
+        rows = [self._row(at) for at in range(first, first + self.rows_per_step)]
+        return [rows[start : start + width][self.rank :: self.world] for start in range(0, len(rows), width)]
 
-    def indexes(self, step: int) -> list[int]:
-        """The rows of `batch(step)`."""
-        order, size = self._order(self.epoch(step)), self.rows_per_batch * self.world
-        start = step % len(self) * size
-        return order[start : start + size][self.rank :: self.world]
+    def _row(self, at: int) -> int:
+        epoch, place = divmod(at, len(self.dataset))
+        return self._order(epoch)[place]
 
     def _permutation(self, epoch: int) -> list[int]:
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
-        order = torch.randperm(len(self.dataset), generator=generator).tolist()
-        missing = -len(order) % self.world
-        return order + (order * missing)[:missing]
+        return torch.randperm(len(self.dataset), generator=generator).tolist()
 
 
 def sequential_batches(dataset: Any, rows_per_batch: int, rank: int = 0, world: int = 1) -> Iterator[PackedBatch]:

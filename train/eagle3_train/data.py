@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from eagle3.errors import ConfigError, DataError, Eagle3Error, EmptyLossMaskError
+from eagle3_train.batches import supervised
 from eagle3_train.chats import read_chats
 from eagle3_train.render import ChatRenderer
 
@@ -122,15 +123,11 @@ def token_counts(dataset: Dataset, vocab_size: int) -> Tensor:
     return torch.from_numpy(counts)
 
 
-def coverage(counts: Tensor, chosen: Tensor) -> float:
-    """Share of the counted tokens [V] that lie in the draft vocab `chosen` (target ids or bool mask [V])."""
-    return (counts[chosen].sum() / counts.sum().clamp(min=1)).item()
-
-
 def predicted_tokens(span_ids: np.ndarray) -> np.ndarray:
     """Which tokens of one row [T] a head predicts at step 0: those in a span, but not its first."""
     inside = np.zeros(len(span_ids), dtype=bool)
-    inside[2:] = (span_ids[2:] != 0) & (span_ids[2:] == span_ids[1:-1])
+    # row t predicts token t + 2
+    inside[2:] = supervised(torch.from_numpy(np.asarray(span_ids, dtype=np.int64)), 0).numpy()[:-2]
     return inside
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from eagle3_train.ttt import TTTBatch, TTTOutput
@@ -36,21 +37,27 @@ class Tally:
 
     def add_rates(self, inputs: TTTBatch, output: TTTOutput) -> None:
         """Count per-step accuracy against the teacher; a teacher's choice outside the draft vocabulary is a miss."""
-        for k in range(self.steps):
-            at = inputs.counted[k].nonzero().flatten()
-            self.counted[k] += len(at)
-            self.right[k] += int((output.prediction[k, at] == inputs.teacher.argmax[at + k]).sum())
-            self.loss[k] += float(output.step_loss[k])
-            self.alpha[k] += float(output.step_alpha[k])
-        self.rows += len(inputs.rows)
-        self.in_vocab += int(inputs.teacher.in_vocab.sum())
+        counted, teacher = inputs.supervision.counted, inputs.teacher
+        step, row = counted.nonzero(as_tuple=True)
+        right = torch.zeros(self.steps, device=step.device)
+        right.index_add_(0, step, (output.prediction[step, row] == teacher.argmax[row + step]).float())
+        for name, sums in (
+            ("counted", counted.sum(1)),
+            ("right", right.long()),
+            ("loss", output.step_loss),
+            ("alpha", output.step_alpha),
+        ):
+            setattr(self, name, [a + b for a, b in zip(getattr(self, name), sums.tolist(), strict=True)])
+        self.rows += len(inputs.supervision.rows)
+        self.in_vocab += int(teacher.in_vocab.sum())
 
     def add_walk(self, inputs: TTTBatch, output: TTTOutput) -> None:
         """Walk every reply as the engine's chain would, a round from each root reached."""
-        hits = (output.prediction == inputs.tokens) & inputs.counted
-        spans = inputs.batch.span_ids[inputs.rows + 1]
-        for span in spans.unique():
-            run = walk(hits[:, spans == span])
+        supervision = inputs.supervision
+        hits = ((output.prediction == supervision.tokens) & supervision.counted).cpu()
+        spans = inputs.batch.span_ids[supervision.rows + 1].cpu()
+        for reply in hits.split(spans.unique_consecutive(return_counts=True)[1].tolist(), dim=1):
+            run = walk(reply)
             self.rounds += len(run)
             self.emitted += sum(run)
             for k in range(self.steps):

@@ -8,8 +8,8 @@ from eagle3.capture import Capture
 from eagle3.errors import ConfigError
 from eagle3.heads.eagle3 import Eagle3Head
 from eagle3.target import Target
-from eagle3_train.batches import PackedBatch, supervised
-from eagle3_train.ttt import Teacher, TTTBatch, counted_rows
+from eagle3_train.batches import PackedBatch, Supervision
+from eagle3_train.ttt import Teacher, TTTBatch
 
 TEACHER_CHUNK = 256
 
@@ -34,21 +34,13 @@ class Features:
         return self.head.to_target(torch.arange(self.head.draft_vocab_size, device=self.head.d2t.device))
 
     @torch.no_grad()
-    def prepare(self, batch: PackedBatch, steps: int) -> TTTBatch:
-        """Inputs of a rollout of `steps` steps over `batch` (on the target's device)."""
-        mask = supervised(batch.span_ids, 0)
-        rows = mask.nonzero().flatten()
+    def prepare(self, batch: PackedBatch, supervision: Supervision) -> TTTBatch:
+        """Inputs of a rollout over `batch` (on the target's device)."""
+        mask = torch.zeros(len(batch.ids), dtype=torch.bool, device=batch.ids.device)
+        mask[supervision.rows] = True
         features, hidden, lse, argmax = self._recall(batch, mask) or self._run(batch, mask)
-        counted, tokens = counted_rows(batch, rows, self.head.t2d, steps)
-        return TTTBatch(
-            batch=batch,
-            features=features,
-            embeds=self.target.embed(batch.ids),
-            rows=rows,
-            counted=counted,
-            tokens=tokens,
-            teacher=Teacher(self.target.logits(hidden, self.draft_ids), lse, argmax, self.head.t2d[argmax]),
-        )
+        teacher = Teacher(self.target.logits(hidden, self.draft_ids), lse, argmax, self.head.t2d[argmax])
+        return TTTBatch(batch, features, self.target.embed(batch.ids), supervision, teacher)
 
     def _run(self, batch: PackedBatch, mask: Tensor) -> tuple[Tensor, ...]:
         """Features [T, F]; of the teacher's positions: last hidden states [R, H], log-sum-exp [R], argmax [R]."""

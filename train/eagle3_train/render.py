@@ -67,6 +67,11 @@ class ChatRenderer:
         self._options = template_options or {}
         self._ends: dict[tuple[str, ...], TurnEnd] = {}
 
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """EOS ids, and the last token of every turn's end that was met: a draft vocabulary needs them all."""
+        return self.eos_ids | {end.ids[end.kept - 1] for end in self._ends.values() if end.kept}
+
     def rows(self, chat: Chat) -> list[Row]:
         """Render one chat to one row, or to more where the template rewrites history.
 

@@ -9,14 +9,14 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from datasets import Dataset
-from torch import Tensor, nn
+from torch import Tensor
 
 from eagle3.checkpoint.reference import load_head, save_head
 from eagle3.errors import ConfigError, DataError
 from eagle3.heads.eagle3 import Eagle3Head, head_config
 from eagle3.target import Target
 from eagle3.vocab import build_vocab_map
-from eagle3_train.batches import PackedBatch, sequential_batches, supervised
+from eagle3_train.batches import PackedBatch, Supervision, sequential_batches, supervise
 from eagle3_train.chats import read_chats
 from eagle3_train.config import TrainConfig
 from eagle3_train.data import DataReport, load_data, token_counts
@@ -25,7 +25,7 @@ from eagle3_train.features import Features, check_memory
 from eagle3_train.render import ChatRenderer
 from eagle3_train.state import RunState
 from eagle3_train.tracking import MetricsLog, RunRecord, Trackers, write_json
-from eagle3_train.ttt import TTTRollout, counted_rows
+from eagle3_train.ttt import TTTRollout
 
 
 @dataclass
@@ -149,7 +149,7 @@ def load_parts(config: TrainConfig, run: Run) -> Parts:
         config.data.files, renderer, config.data.max_length, eval_rows=config.data.eval_rows
     )
     run.note(str(report))
-    head = _load_head(config, target, train_rows)
+    head = _load_head(config, target, train_rows, renderer.end_ids)
     if config.init_head is not None:
         run.note(f"warm start from {config.init_head}: its architecture and vocabulary map are kept")
     longest = max(_longest(train_rows), _longest(eval_rows)) * config.rows_per_batch
@@ -163,7 +163,7 @@ def load_parts(config: TrainConfig, run: Run) -> Parts:
     return Parts(target, head, features, train_rows, eval_rows, report)
 
 
-def _load_head(config: TrainConfig, target: Target, train_rows: Dataset) -> Eagle3Head:
+def _load_head(config: TrainConfig, target: Target, train_rows: Dataset, end_ids: frozenset[int]) -> Eagle3Head:
     """A fresh head with a map of the training data, or the one to start from with its own map. Weights are fp32."""
     if config.init_head is not None:
         head = load_head(config.init_head, target, torch.float32)
@@ -172,7 +172,7 @@ def _load_head(config: TrainConfig, target: Target, train_rows: Dataset) -> Eagl
     head_config(target, 1, config.head)  # a wrong architecture shows before the data is counted
     counts = token_counts(train_rows, target.vocab_size)
     size = config.head.draft_vocab_size or target.vocab_size
-    vocab_map = build_vocab_map(counts, size, target.eos_ids, target.usable_vocab)
+    vocab_map = build_vocab_map(counts, size, end_ids, target.usable_vocab)
     head = Eagle3Head.for_target(target, vocab_map, config.head, config.seed)
     head.config = replace(head.config, trained_length=config.data.max_length)
     return head
@@ -182,16 +182,15 @@ def _longest(rows: Dataset) -> int:
     return max((len(ids) for ids in rows["input_ids"]), default=0)
 
 
-def normalisers(micro: list[PackedBatch], t2d: Tensor, steps: int, accelerator: Accelerator) -> tuple[Tensor, int]:
+def normalisers(
+    micro: list[PackedBatch], supervisions: list[Supervision], accelerator: Accelerator
+) -> tuple[Tensor, int]:
     """(N_k fp32 [steps], tokens) of the whole optimizer step: all micro-batches, all ranks; from masks alone."""
-    counts = torch.zeros(steps + 1, dtype=torch.float32, device=t2d.device)
-    for batch in micro:
-        rows = supervised(batch.span_ids, 0).nonzero().flatten()
-        counts[:steps] += counted_rows(batch, rows, t2d, steps)[0].sum(1)
-        counts[steps] += len(batch.ids)
-    total = accelerator.reduce(counts, reduction="sum")
+    counts = torch.stack([s.counted.sum(1) for s in supervisions]).sum(0)
+    tokens = counts.new_tensor([sum(len(batch.ids) for batch in micro)])
+    total = accelerator.reduce(torch.cat((counts, tokens)), reduction="sum")
     assert isinstance(total, Tensor)
-    return total[:steps], int(total[steps])
+    return total[:-1].float(), int(total[-1])
 
 
 def over_ranks(tally: Tally, accelerator: Accelerator) -> Tally:
@@ -200,17 +199,16 @@ def over_ranks(tally: Tally, accelerator: Accelerator) -> Tally:
 
 
 @torch.no_grad()
-def evaluate(parts: Parts, rollout: nn.Module, config: TrainConfig, accelerator: Accelerator, autocast) -> Tally:
-    """Simulated tau and rates over the held-out rows, shared among the ranks."""
-    inner = accelerator.unwrap_model(rollout)
-    assert isinstance(inner, TTTRollout)
+def evaluate(parts: Parts, rollout: TTTRollout, config: TrainConfig, accelerator: Accelerator, autocast) -> Tally:
+    """Simulated tau and rates over the held-out rows, shared among the ranks; `rollout` is not the wrapped one."""
     steps = config.ttt.steps
     tally = Tally(steps)
     ones = torch.ones(steps, device=parts.target.device)
     rank, world = accelerator.process_index, accelerator.num_processes
     for batch in sequential_batches(parts.eval_rows, config.rows_per_batch, rank, world):
-        inputs = parts.features.prepare(batch.to(parts.target.device), steps)
+        batch = batch.to(parts.target.device)
+        inputs = parts.features.prepare(batch, supervise(batch, parts.head.t2d, steps))
         with autocast:
-            output = inner(inputs, ones)
+            output = rollout(inputs, ones)
         tally.add(inputs, output)
     return over_ranks(tally, accelerator)

@@ -16,7 +16,6 @@ PROGRESS = "progress.json"
 # settings that a resumed run may change without being another run
 FREE = {
     "output",
-    "max_steps",
     "eval_every",
     "save_every",
     "log_every",
@@ -91,7 +90,7 @@ class Checkpoints:
     def _load(self, path: Path, config: TrainConfig, head_config: Any) -> tuple[RunState, list[str]]:
         record = json.loads((path / PROGRESS).read_text())
         mine = _plain(head_config)
-        differing = sorted(k for k, v in mine.items() if record["head"].get(k) != v and k != "rope_parameters")
+        differing = sorted(k for k, v in mine.items() if record["head"].get(k) != v)
         if differing:
             raise ConfigError(
                 f"{path} holds a head with other {', '.join(differing)}; give another output folder to start anew"

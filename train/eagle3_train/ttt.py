@@ -13,12 +13,12 @@ from eagle3.attention import AttentionCall
 from eagle3.heads.eagle3 import Eagle3Head
 from eagle3_kernels.draft_loss import draft_loss
 from eagle3_kernels.ttt_attention import ttt_attention
-from eagle3_train.batches import PackedBatch, shift_ids, supervised
+from eagle3_train.batches import PackedBatch, Supervision
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """The target's word on every supervised row (row r of `rows`: at packed position rows[r] + 1).
+    """The target's word on every supervised row (entry r: at packed position rows[r] + 1).
 
     logits [R, Vd] at the draft vocabulary's tokens, in the target's dtype; lse fp32 [R] over the whole vocabulary;
     argmax int64 [R], a target id; in_vocab bool [R]: whether the head could propose it.
@@ -34,29 +34,25 @@ class Teacher:
 class TTTBatch:
     """What one rollout needs, made from a packed batch without gradients.
 
-    features [T, F], embeds [T, H] (of the token itself), rows int64 [R]: rows supervised at step 0,
-    counted bool [steps, R]: what step k supervises, tokens int64 [steps, R]: x[t+2+k].
+    features [T, F], embeds [T, H] (of the token itself), supervision: which rows count at which step.
     """
 
     batch: PackedBatch
     features: Tensor
     embeds: Tensor
-    rows: Tensor
-    counted: Tensor
-    tokens: Tensor
+    supervision: Supervision
     teacher: Teacher
 
 
 @dataclass(frozen=True)
 class TTTOutput:
-    """loss: scalar; step_loss, step_alpha fp32 [steps]: sums over rows with a loss; prediction int64 [steps, R]:
-    the draft's argmax as a target id, -1 where the row has no loss; trained int64 [steps]: rows with a loss."""
+    """loss: scalar; step_loss, step_alpha fp32 [steps]: sums over the rows that count; prediction int64 [steps, R]:
+    the draft's argmax as a target id, -1 where the row does not count."""
 
     loss: Tensor
     step_loss: Tensor
     step_alpha: Tensor
     prediction: Tensor
-    trained: Tensor
 
 
 class TTTContext:
@@ -101,51 +97,38 @@ class TTTRollout(nn.Module):
         self.head, self.step_decay = head, step_decay
 
     def forward(self, inputs: TTTBatch, normalisers: Tensor) -> TTTOutput:
-        """Roll the head out over `inputs.counted.shape[0]` steps.
+        """Roll the head out over `inputs.supervision.counted.shape[0]` steps.
 
         Args:
             normalisers: fp32 [steps], N_k of the whole optimizer step (all micro-batches, all ranks).
         """
-        head, batch, teacher = self.head, inputs.batch, inputs.teacher
-        steps, rows = inputs.counted.shape[0], inputs.rows
-        ctx = TTTContext(rows, batch.lengths)
-        h, losses, alphas, trained = head.start(inputs.features), [], [], []
-        prediction = torch.full(inputs.tokens.shape, -1, dtype=torch.int64, device=rows.device)
+        head, supervision, teacher = self.head, inputs.supervision, inputs.teacher
+        steps = supervision.counted.shape[0]
+        ctx = TTTContext(supervision.rows, inputs.batch.lengths)
+        h, outputs = head.start(inputs.features), []
         for k in range(steps):
             h = self._step(h, inputs, ctx, k)
-            # the teacher of row t at step k speaks at position t+k+1: the entry of row t+k, k further down
-            at = inputs.counted[k].nonzero().flatten()
-            at = at[teacher.in_vocab[at + k]]
-            result = draft_loss(head.normed(h[at]), head.lm_head.weight, teacher.logits[at + k], teacher.lse[at + k])
-            prediction[k, at] = head.to_target(result.prediction)
-            losses.append(result.loss)
-            alphas.append(result.alpha.sum())
-            trained.append(len(at))
-        step_loss = torch.stack(losses)
-        decay = self.step_decay ** torch.arange(steps, device=rows.device)
-        loss = (decay * step_loss / normalisers.clamp(min=1)).sum()
-        return TTTOutput(loss, step_loss.detach(), torch.stack(alphas), prediction, torch.tensor(trained))
+            outputs.append(h[supervision.counted[k]])
+        step, row = supervision.counted.nonzero(as_tuple=True)
+        # the teacher of row t at step k speaks at position t+k+1: the entry of row t+k, k further down
+        taught = row + step
+        # a teacher's choice that the head cannot propose is counted and not learned
+        learned = teacher.in_vocab[taught].float()
+        weights = learned * (self.step_decay**step) / normalisers.clamp(min=1)[step]
+        result = draft_loss(
+            head.normed(torch.cat(outputs)), head.lm_head.weight, teacher.logits, teacher.lse, taught, weights
+        )
+        prediction = torch.full(supervision.tokens.shape, -1, dtype=torch.int64, device=row.device)
+        prediction[step, row] = head.to_target(result.prediction)
+        sums = torch.zeros(2, steps, device=row.device)
+        sums.index_add_(1, step, torch.stack((result.row_loss * learned, result.alpha)))
+        return TTTOutput(result.loss, sums[0], sums[1], prediction)
 
     def _step(self, h: Tensor, inputs: TTTBatch, ctx: TTTContext, k: int) -> Tensor:
-        head, batch, rows = self.head, inputs.batch, inputs.rows
+        head, batch, rows = self.head, inputs.batch, inputs.supervision.rows
         everyone = torch.arange(len(batch.ids), device=rows.device)
         at = everyone if k == 0 else rows
         # rows whose token lies past the packed row's end feed any embedding: nobody counts or attends to them
         following = (at + 1 + k).clamp(max=len(batch.ids) - 1)
         embeds = head.embed_tokens(batch.ids[following]) if head.config.owns_embedding else inputs.embeds[following]
         return head.step(h, embeds, batch.positions[at] + k, ctx, rows if k == 0 else None)
-
-
-def counted_rows(batch: PackedBatch, rows: Tensor, t2d: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """Which of `rows` each step supervises, from masks alone: (counted bool [steps, R], tokens int64 [steps, R]).
-
-    Step k's row t counts iff root x[t+1] and predicted x[t+2+k] lie in one assistant span and all tokens drafted
-    before, x[t+2..t+1+k], are in the draft vocabulary (the head cannot have proposed them otherwise).
-    """
-    counted, tokens = [], []
-    reachable = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
-    for k in range(steps):
-        counted.append(supervised(batch.span_ids, k)[rows] & reachable)
-        tokens.append(shift_ids(batch, 2 + k)[0][rows])
-        reachable = reachable & t2d[tokens[-1]]
-    return torch.stack(counted), torch.stack(tokens)
