@@ -25,6 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     """Exit code: 0, 2 on bad input (one line on stderr), 130 when interrupted."""
     try:
         config = load_config(TrainConfig, argv, description=__doc__)
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         # torch, transformers and accelerate are loaded only once the settings are known to be right
         if config.threads is not None:
             os.environ.setdefault("OMP_NUM_THREADS", str(config.threads))

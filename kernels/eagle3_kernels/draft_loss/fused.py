@@ -38,7 +38,7 @@ class _DraftLoss(torch.autograd.Function):
             q = z.sub_(z_lse).exp_()
             inside = (t_lse - teacher_lse[taught[at], None]).exp_()
             alpha[at] = torch.minimum(p * inside, q).sum(-1)
-            if wants_grad:
+            if d_h is not None and d_weight is not None:
                 d_z = q.sub_(p).mul_(row_weights[at, None]).to(h.dtype)
                 d_h[at] = d_z @ w
                 d_weight += d_z.T @ h[at]
