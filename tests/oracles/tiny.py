@@ -64,7 +64,9 @@ def greedy(target: Target, prompt: list[int], new_tokens: int) -> list[int]:
     with target.stock() as stock, torch.inference_mode():
         model: Any = stock
         ids = torch.tensor([prompt])
-        out = model.generate(ids, max_new_tokens=new_tokens, do_sample=False, pad_token_id=0)
+        # without a mask generate would guess one, and hide the prompt's zeros as padding
+        mask = torch.ones_like(ids)
+        out = model.generate(ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, pad_token_id=0)
     return out[0, len(prompt) :].tolist()
 
 
