@@ -12,7 +12,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from eagle3.heads.eagle3 import Eagle3Head
+from eagle3.heads.protocol import DraftHead
 from eagle3.target import Target
 from eagle3_infer.config import TreeConfig
 from eagle3_infer.kv import Block, KVPool, PagedContext
@@ -59,7 +59,7 @@ class Committed:
 class Drafter:
     """Drafts a tree below every root with the head; its K/V pool holds true features up to the roots."""
 
-    def __init__(self, target: Target, head: Eagle3Head, tree: TreeConfig):
+    def __init__(self, target: Target, head: DraftHead, tree: TreeConfig):
         self.target, self.head, self.tree = target, head, tree
         if tree.top_k > head.draft_vocab_size:
             warnings.warn(
@@ -112,7 +112,7 @@ class Drafter:
             committed.roots, levels, self.tree.nodes, limits if min(committed.levels) < len(levels) else None
         )
         if tree.scores.isnan().any():
-            dtype = str(self.head.lm_head.weight.dtype).removeprefix("torch.")
+            dtype = str(self.target.dtype).removeprefix("torch.")
             raise FloatingPointError(f"the head's logits are not finite in {dtype}; try bfloat16 or float32")
         return tree
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from eagle3.errors import ConfigError, Eagle3Error
-from eagle3.heads.eagle3 import Eagle3Head
+from eagle3.heads.protocol import DraftHead
 from eagle3.target import Target
 from eagle3_infer.config import EngineConfig, TreeConfig
 from eagle3_infer.drafter import Committed, Drafter
@@ -40,7 +40,7 @@ class Engine:
     def __init__(
         self,
         target: Target,
-        head: Eagle3Head | None = None,
+        head: DraftHead | None = None,
         tree: TreeConfig | None = None,
         config: EngineConfig | None = None,
     ):
@@ -63,7 +63,7 @@ class Engine:
         if self.drafter is not None:
             head = self.drafter.head
             embeds = head.embed(one, self.target)
-            features = torch.zeros(1, head.config.feature_size, device=self.target.device)
+            features = torch.zeros(1, head.feature_size, device=self.target.device)
             layouts.append(probe_shapes(lambda ctx: head.step(head.start(features), embeds, one, ctx)))
         return layouts
 
