@@ -111,6 +111,7 @@ def load_head(folder: str | Path, target: Target, dtype: torch.dtype | None = No
     folder = Path(folder)
     config = read_config(folder, target)
     state = _read_weights(folder / WEIGHTS)
+    _check_sizes(config, state, folder)
     with torch.random.fork_rng(devices=[]):
         head = _skeleton(config, state)
     _check_state(head, state, folder)
@@ -241,6 +242,27 @@ def _skeleton(config: HeadConfig, state: dict[str, Tensor]) -> Eagle3Head:
     return Eagle3Head(config, vocab_map)
 
 
+def _check_sizes(config: HeadConfig, state: dict[str, Tensor], folder: Path) -> None:
+    """Compare the sizes in config.json with the file's before a head of those sizes is built."""
+    layers = 1 + len({name.split(".")[1] for name in state if name.startswith("layers.")})
+    if config.num_layers != layers:
+        raise CheckpointError(f"{folder / CONFIG} says {config.num_layers} layers, {folder / WEIGHTS} holds {layers}")
+    wanted = {
+        "fc.weight": (config.hidden_size, config.feature_size),
+        "lm_head.weight": (config.draft_vocab_size, config.hidden_size),
+        "midlayer.self_attn.q_proj.weight": (config.num_attention_heads * config.head_dim, 2 * config.hidden_size),
+        "midlayer.self_attn.k_proj.weight": (config.num_key_value_heads * config.head_dim, 2 * config.hidden_size),
+        "midlayer.mlp.gate_proj.weight": (config.intermediate_size, config.hidden_size),
+    }
+    for name, shape in wanted.items():
+        if name in state and tuple(state[name].shape) != shape:
+            raise _mis_shaped(folder, name, state[name], shape)
+
+
+def _mis_shaped(folder: Path, name: str, tensor: Tensor, shape: tuple[int, ...]) -> CheckpointError:
+    return CheckpointError(f"{folder / WEIGHTS}: {name} is {list(tensor.shape)}, config.json asks for {list(shape)}")
+
+
 def _check_state(head: Eagle3Head, state: dict[str, Tensor], folder: Path) -> None:
     wanted = head.state_dict()
     if not head.config.owns_embedding:
@@ -252,9 +274,7 @@ def _check_state(head: Eagle3Head, state: dict[str, Tensor], folder: Path) -> No
         raise CheckpointError(f"{folder / WEIGHTS} has tensors that this head does not: {', '.join(extra)}")
     for name, tensor in wanted.items():
         if state[name].shape != tensor.shape:
-            raise CheckpointError(
-                f"{folder / WEIGHTS}: {name} is {list(state[name].shape)}, config.json asks for {list(tensor.shape)}"
-            )
+            raise _mis_shaped(folder, name, state[name], tensor.shape)
         if tensor.is_floating_point() and state[name].dtype not in _FLOATS:
             raise CheckpointError(f"{folder / WEIGHTS}: {name} is {state[name].dtype}; quantised heads are not read")
         if tensor.is_floating_point() and not state[name].isfinite().all():

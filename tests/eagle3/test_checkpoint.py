@@ -290,6 +290,20 @@ class TestBroken:
         with pytest.raises(CheckpointError, match=r"fc\.weight is \[64, 128\], config.json asks for \[64, 192\]"):
             load_head(change(lambda s: s.update({"fc.weight": torch.ones(64, 128)})), target)
 
+    @pytest.mark.parametrize(
+        "edit, words",
+        [
+            (lambda c: c["eagle3"].update(num_layers=10**6), "says 1000000 layers, .* holds 1"),
+            (lambda c: c.update(head_dim=10**9), r"q_proj\.weight is .*config\.json asks for \[4000000000, 128\]"),
+            (lambda c: c.update(target_hidden_size=10**15), r"fc\.weight is "),
+            (lambda c: c.update(intermediate_size=10**12), r"gate_proj\.weight is "),
+        ],
+    )
+    def test_sizes_that_no_machine_holds(self, change, target, edit, words):
+        """Catches: a head of the config's sizes built, and the process killed for memory, before they are compared."""
+        with pytest.raises(CheckpointError, match=words):
+            load_head(change(config=edit), target)
+
     @pytest.mark.parametrize("value", [float("nan"), float("inf")])
     def test_not_finite(self, change, target, value):
         """Catches: a diverged run's head."""

@@ -63,6 +63,7 @@ def test_limits(tmp_path):
     "line, told",
     [
         ("{broken", "not valid JSON"),
+        ("[" * 100_000, "not valid JSON"),
         ("[1]", "expected a JSON object, found list"),
         ("{}", "found only nothing"),
         ('{"text": "x"}', "found only 'text'"),

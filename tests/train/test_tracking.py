@@ -66,6 +66,21 @@ def test_run_record(tmp_path):
     assert all(p["ended"] for p in saved["previous"])
 
 
+@pytest.mark.parametrize("line", ['{"loss": 1.0}', "[]", '{"step": "5"}'])
+def test_metrics_without_a_step_are_named(tmp_path, line):
+    """A file of something else, found on resume: nothing of it may be lost, and no KeyError."""
+    (tmp_path / "metrics.jsonl").write_text(line + "\n")
+    with pytest.raises(ConfigError, match="without a step"):
+        MetricsLog(tmp_path / "metrics.jsonl", resume_step=3)
+    assert (tmp_path / "metrics.jsonl").read_text() == line + "\n"
+
+
+def test_run_record_of_something_else_is_named(tmp_path):
+    (tmp_path / "run.json").write_text("[]")
+    with pytest.raises(ConfigError, match="no run's record"):
+        RunRecord(tmp_path / "run.json", {}, {}, resume_step=1)
+
+
 def test_damaged_run_record_is_named(tmp_path):
     (tmp_path / "run.json").write_text("{")
     with pytest.raises(ConfigError, match=r"run\.json is not valid JSON"):

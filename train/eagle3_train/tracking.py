@@ -86,9 +86,12 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     records = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
-            records.append(json.loads(line))
+            record = json.loads(line)
         except ValueError:
             break
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            raise ConfigError(f"{path}: a line without a step is no metrics record: {line[:60]!r}; move the file away")
+        records.append(record)
     return records
 
 
@@ -131,6 +134,8 @@ class RunRecord:
             old = json.loads(self.path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ConfigError(f"{self.path} is not valid JSON ({error}): move it away to resume this run") from None
+        if not isinstance(old, dict):
+            raise ConfigError(f"{self.path} holds no run's record: move it away to resume this run")
         return [*old.pop("previous", []), old]
 
 
