@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from eagle3.attention import DenseCausal
 from eagle3.capture import Capture
+from eagle3.heads.eagle3 import Eagle3Head
 from eagle3.heads.protocol import DraftHead
 from eagle3.target import Target
 from eagle3.vocab import VocabMap, identity_map
@@ -34,7 +35,7 @@ def lower(model: Any, dtype: torch.dtype) -> Any:
     return model
 
 
-def random_head(target: Target, draft_vocab_size: int | None = None, seed: int = 0) -> DraftHead:
+def random_head(target: Target, draft_vocab_size: int | None = None, seed: int = 0) -> Eagle3Head:
     """An untrained head; with a draft vocabulary, one of random ids in random order."""
     if draft_vocab_size is None:
         vocab_map = identity_map(target.vocab_size)
@@ -42,16 +43,16 @@ def random_head(target: Target, draft_vocab_size: int | None = None, seed: int =
         ids = torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(seed))[:draft_vocab_size]
         members = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
         vocab_map = VocabMap(ids - torch.arange(draft_vocab_size), members)
-    return DraftHead.for_target(target, vocab_map, seed=seed).requires_grad_(False)
+    return Eagle3Head.for_target(target, vocab_map, seed=seed).requires_grad_(False)
 
 
-class KnowingHead(DraftHead):
+class KnowingHead(Eagle3Head):
     """A real head that also favours the tokens of a known output, but only at a share of the positions.
 
     Its outputs carry their position in column 0, which is all that its logits need.
     """
 
-    def __init__(self, head: DraftHead, known: list[int], share: float, seed: int = 0):
+    def __init__(self, head: Eagle3Head, known: list[int], share: float, seed: int = 0):
         assert head.draft_vocab_size == head.config.vocab_size
         nn.Module.__init__(self)
         self.__dict__.update(head.__dict__)
