@@ -67,7 +67,8 @@ def parse_prompt(line: str, where: str, default_id: str, max_turns: int | None =
         found = " and ".join(forms) or f"only {', '.join(map(repr, row)) or 'nothing'}"
         raise DataError(f"{where}: expected one of 'prompt', 'messages', 'turns', found {found}")
     history, turns = _PARSERS[forms[0]](row[forms[0]], where)
-    name = row.get("id", row.get("question_id", default_id))
+    # null is no id
+    name = next(given for given in (row.get("id"), row.get("question_id"), default_id) if given is not None)
     category = row.get("category") or NO_CATEGORY
     if not isinstance(category, str):
         raise DataError(f"{where}: 'category' is {category!r}, expected a string")

@@ -157,3 +157,10 @@ def test_shipped_prompts():
 def test_ids_may_be_numbers_and_default_to_the_place():
     assert parse_prompt('{"prompt": "a", "id": 5}', "f:1", "1").id == "5"
     assert parse_prompt('{"prompt": "a"}', "f:1", "1").id == "1"
+
+
+def test_null_is_no_id(tmp_path):
+    path = write(tmp_path, {"prompt": "a", "id": None}, {"prompt": "b", "id": None, "question_id": 7}, {"prompt": "c"})
+    assert [p.id for p in load_prompts(path)] == ["1", "7", "3"]
+    rows = [{"prompt": "a", "id": None}, {"prompt": "b", "id": None, "question_id": None}]
+    assert [p.id for p in load_prompts(write(tmp_path, *rows))] == ["1", "2"]
