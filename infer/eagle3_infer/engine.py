@@ -4,8 +4,10 @@ A round is: verify -> accept -> relocate -> first draft step over what was commi
 is the same round with bare roots; a chain is a tree with one child per node.
 """
 
+import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -55,6 +57,7 @@ class Engine:
         self.verifier = Verifier(target, self.drafter.head.capture_layers if self.drafter else ())
         self.scheduler = Scheduler(target, self._layouts(), tree, config or EngineConfig())
         self.trees = self._bare_trees()
+        self._in_use = threading.Lock()
 
     @torch.inference_mode()
     def _layouts(self) -> list[PoolLayout]:
@@ -82,12 +85,30 @@ class Engine:
 
         Raises:
             ConfigError: a request that the target or the pools cannot hold.
+            RuntimeError: this engine runs already.
         """
+        with self._alone():
+            self._prepare(requests)
+
+    def _prepare(self, requests: Sequence[Request]) -> None:
         for request in requests:
             self.scheduler.check(request)
         if requests:
             self.scheduler.reserve(requests)
             self.verifier.reserve(self.scheduler.rows_at_once(requests))
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Slots and pools are one run's: a second one, from `on_result` or another thread, would wipe it."""
+        if not self._in_use.acquire(blocking=False):
+            raise RuntimeError(
+                "this engine already runs requests; wait until generate has returned (it may not be called from "
+                "on_result), or use another engine"
+            )
+        try:
+            yield
+        finally:
+            self._in_use.release()
 
     def generate_one(self, request: Request) -> Result:
         return self.generate([request])[0]
@@ -99,13 +120,18 @@ class Engine:
         """Run all requests, as many at once as there are slots; results come in the order of the requests.
 
         Args:
-            on_result: called with (index, result) as each request finishes.
+            on_result: called with (index, result) as each request finishes; may not use this engine.
         Raises:
             ConfigError: a request that the target or the pools cannot hold.
             Eagle3Error: logits that are not finite.
+            RuntimeError: this engine runs already.
         """
         requests = list(requests)
-        self.prepare(requests)
+        with self._alone():
+            return self._run(requests, on_result)
+
+    def _run(self, requests: list[Request], on_result: Callable[[int, Result], None] | None) -> list[Result]:
+        self._prepare(requests)
         waiting, results = deque(enumerate(requests)), {}
         try:
             while waiting or self.running:

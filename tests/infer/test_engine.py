@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import threading
 
 import pytest
 import torch
@@ -114,6 +115,29 @@ def test_an_engine_is_as_new_after_each_run_and_after_an_error(world):
         engine.generate([Request(world.prompt, max_new_tokens=n) for n in (2, 24, 24)], on_result=interrupt)
     assert all(pool.free for pool in engine.pools)
     assert engine.generate_one(Request(other, max_new_tokens=12)).token_ids == fresh.token_ids
+
+
+def test_an_engine_that_runs_is_not_entered_again(world):
+    """Neither from on_result nor from another thread; the outer run goes on as if nobody had asked."""
+    engine = Engine(world.target, world.head, TREE, EngineConfig(slots=2))
+    second, refused = Request([7], max_new_tokens=2), []
+
+    def enter():
+        for call in (engine.generate_one, lambda request: engine.prepare([request])):
+            with pytest.raises(RuntimeError, match="already runs") as error:
+                call(second)
+            refused.append(error)
+
+    def on_result(index, result):
+        enter()
+        thread = threading.Thread(target=enter)
+        thread.start()
+        thread.join()
+
+    results = engine.generate([Request(world.prompt, max_new_tokens=n) for n in (3, 24)], on_result)
+    assert [r.token_ids for r in results] == [world.reply[:3], world.reply]
+    assert len(refused) == 2 * 2 * 2
+    assert len(engine.generate_one(second).token_ids) == 2
 
 
 class CountingEngine(CheckedEngine):
