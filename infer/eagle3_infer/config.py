@@ -4,6 +4,11 @@ from dataclasses import asdict, dataclass
 
 from eagle3.errors import ConfigError
 
+# of a tree's depth, top_k and nodes alike: a level offers top_k^2 candidates, the mask has nodes^2 bits
+LARGEST = 1024
+# a smaller divisor would take finite logits past the range of float32
+SMALLEST_TEMPERATURE = 1e-4
+
 
 @dataclass(frozen=True)
 class TreeConfig:
@@ -45,7 +50,7 @@ class SamplingConfig:
     """How a request draws its tokens.
 
     Args:
-        temperature: 0 = greedy.
+        temperature: 0 = greedy, else SMALLEST_TEMPERATURE or more.
         top_k: keep the k most likely tokens; 0 = all.
         top_p: keep the most likely tokens that reach this mass; 1 = all.
         seed: the run's seed; noise also depends on the request's prompt id, turn and sample.
@@ -57,8 +62,11 @@ class SamplingConfig:
     seed: int = 0
 
     def __post_init__(self):
-        if not 0 <= self.temperature < float("inf"):
-            raise ConfigError(f"temperature is {self.temperature}; it must be 0 (greedy) or a positive number")
+        if self.temperature != 0 and not SMALLEST_TEMPERATURE <= self.temperature < float("inf"):
+            raise ConfigError(
+                f"temperature is {self.temperature}; it must be 0 (greedy) or a finite number of at least "
+                f"{SMALLEST_TEMPERATURE:g}"
+            )
         if self.top_k < 0:
             raise ConfigError(f"top_k is {self.top_k}; it must be 0 (off) or more")
         if not 0 < self.top_p <= 1:

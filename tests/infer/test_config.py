@@ -37,6 +37,13 @@ def test_sampling_out_of_range(settings):
         SamplingConfig(**settings)
 
 
+@pytest.mark.parametrize("temperature", [1e-45, 9e-5])
+def test_temperatures_too_small_to_divide_by(temperature):
+    with pytest.raises(ConfigError, match=r"0 \(greedy\) or a finite number of at least 0.0001"):
+        SamplingConfig(temperature)
+    SamplingConfig(1e-4)
+
+
 @pytest.mark.parametrize("settings", [{"slots": 0}, {"page_size": 0}, {"max_tokens": 0}, {"head_pages": 0}])
 def test_engine_settings_out_of_range(settings):
     with pytest.raises(ConfigError, match=next(iter(settings))):
