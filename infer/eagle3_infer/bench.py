@@ -69,11 +69,15 @@ class Bench:
         self.first_text = ""
 
     def prepare(self) -> None:
-        """Render every first turn, so that a prompt that cannot run is known before anything is timed.
+        """Render every first turn, so that what cannot run is known before anything is timed.
 
         Raises:
+            ConfigError: a tree deeper than the target has positions.
             DataError: a prompt with its new tokens does not fit the target's positions.
         """
+        for plan in self.plans:
+            if plan.tree is not None:
+                plan.tree.check_positions(self.target.max_positions)
         self.first_text, _ = render(self.tokenizer, self.prompts[0].messages([]))
         for index, prompt in enumerate(self.prompts):
             turn = self._turn(index, prompt, 0, [])

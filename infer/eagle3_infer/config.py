@@ -1,6 +1,6 @@
 """The engine's settings: tree, sampling, pools. Imports no torch, so that `--help` answers at once."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from eagle3.errors import ConfigError
 
@@ -15,9 +15,9 @@ class TreeConfig:
     """Shape of the draft tree.
 
     Args:
-        depth: levels below the root.
-        top_k: children kept per node and nodes expanded per level; 1 makes a chain.
-        nodes: draft nodes verified per round, root excluded.
+        depth: levels below the root, at most LARGEST and the target's positions.
+        top_k: children kept per node and nodes expanded per level, at most LARGEST; 1 makes a chain.
+        nodes: draft nodes verified per round, root excluded, at most LARGEST.
     """
 
     depth: int = 4
@@ -26,12 +26,13 @@ class TreeConfig:
 
     def __post_init__(self):
         for name in ("depth", "top_k"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"tree {name} is {getattr(self, name)}; it must be 1 or more")
-        if not self.depth <= self.nodes <= self.candidates:
+            if not 1 <= getattr(self, name) <= LARGEST:
+                raise ConfigError(f"tree {name} is {getattr(self, name)}; it must be between 1 and {LARGEST}")
+        most = min(self.candidates, LARGEST)
+        if not self.depth <= self.nodes <= most:
             raise ConfigError(
                 f"tree nodes is {self.nodes}; with depth {self.depth} and top_k {self.top_k} it must be between "
-                f"{self.depth} (the depth) and {self.candidates} (top_k + top_k^2 * (depth - 1))"
+                f"{self.depth} (the depth) and {most} (top_k + top_k^2 * (depth - 1), at most {LARGEST})"
             )
 
     @property
@@ -43,6 +44,18 @@ class TreeConfig:
     def chain(cls, depth: int) -> "TreeConfig":
         """One child per node, `depth` levels."""
         return cls(depth=depth, top_k=1, nodes=depth)
+
+    def check_positions(self, max_positions: int) -> None:
+        """Raises ConfigError for a tree deeper than the target has positions."""
+        if self.depth > max_positions:
+            raise ConfigError(
+                f"tree depth is {self.depth}; for this target it must be between 1 and {max_positions}, its positions"
+            )
+
+    def narrowed(self, draft_vocab_size: int) -> "TreeConfig":
+        """The tree that a draft vocabulary of this size can fill: a node has no more children than that."""
+        narrow = replace(self, top_k=min(self.top_k, draft_vocab_size), nodes=self.depth)
+        return replace(narrow, nodes=min(self.nodes, narrow.candidates))
 
 
 @dataclass(frozen=True)

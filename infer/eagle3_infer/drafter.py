@@ -57,10 +57,14 @@ class Committed:
 
 
 class Drafter:
-    """Drafts a tree below every root with the head; its K/V pool holds true features up to the roots."""
+    """Drafts a tree below every root with the head; its K/V pool holds true features up to the roots.
+
+    Attributes:
+        tree: as asked for, but no wider than the draft vocabulary.
+    """
 
     def __init__(self, target: Target, head: DraftHead, tree: TreeConfig):
-        self.target, self.head, self.tree = target, head, tree
+        self.target, self.head, self.tree = target, head, tree.narrowed(head.draft_vocab_size)
         if tree.top_k > head.draft_vocab_size:
             warnings.warn(
                 f"tree top_k {tree.top_k} is more than the draft vocabulary of {head.draft_vocab_size}; "

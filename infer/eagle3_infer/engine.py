@@ -35,7 +35,7 @@ class Engine:
     Args:
         head, tree: both, or neither for plain decoding.
     Raises:
-        ConfigError: one without the other.
+        ConfigError: one without the other, or a tree deeper than the target has positions.
         CheckpointError: a head for another target.
     """
 
@@ -52,8 +52,10 @@ class Engine:
         self.target = target
         self.drafter = None
         if head is not None and tree is not None:
+            tree.check_positions(target.max_positions)
             head.check_target(target)
             self.drafter = Drafter(target, head, tree)
+            tree = self.drafter.tree
         self.verifier = Verifier(target, self.drafter.head.capture_layers if self.drafter else ())
         self.scheduler = Scheduler(target, self._layouts(), tree, config or EngineConfig())
         self.trees = self._bare_trees()

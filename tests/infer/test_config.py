@@ -22,6 +22,9 @@ def test_legal_trees(depth, top_k, nodes):
         ({"depth": 4, "nodes": 3}, "between 4 .* and 52"),
         ({"depth": 3, "top_k": 2, "nodes": 11}, "between 3 .* and 10"),
         ({"depth": 3, "top_k": 1, "nodes": 4}, "between 3 .* and 3"),
+        ({"depth": 10**20, "nodes": 10**20}, f"depth is {10**20}; it must be between 1 and 1024"),
+        ({"top_k": 1025}, "top_k is 1025; it must be between 1 and 1024"),
+        ({"depth": 4, "top_k": 1024, "nodes": 2000}, "between 4 .* and 1024"),
     ],
 )
 def test_trees_out_of_range_print_the_range(settings, message):
@@ -52,6 +55,11 @@ def test_engine_settings_out_of_range(settings):
 
 def test_chain_is_a_tree():
     assert TreeConfig.chain(5) == TreeConfig(5, 1, 5)
+
+
+@pytest.mark.parametrize("vocab, narrow", [(100, (3, 8, 20)), (8, (3, 8, 20)), (3, (3, 3, 20)), (1, (3, 1, 3))])
+def test_a_tree_is_no_wider_than_the_draft_vocabulary(vocab, narrow):
+    assert TreeConfig(3, 8, 20).narrowed(vocab) == TreeConfig(*narrow)
 
 
 def test_settings_import_no_torch():

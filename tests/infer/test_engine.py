@@ -306,6 +306,8 @@ def test_draft_vocabulary_smaller_than_top_k():
     head, prompt = random_head(target, 3), [4, 5, 6]
     with pytest.warns(UserWarning, match="top_k 8 is more than the draft vocabulary of 3"):
         engine = Engine(target, head, TreeConfig(3, 8, 20))
+    # the head's pool is sized by the children that exist
+    assert engine.scheduler.rows_needed(Request(prompt, max_new_tokens=10)) == [13 + 20, 13 + 3 * 2]
     result = engine.generate_one(Request(prompt, max_new_tokens=10))
     assert result.token_ids == greedy(target, prompt, 10)
     assert result.offered_by_level[0] == 3 * (result.rounds - 1)
