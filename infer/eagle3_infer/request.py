@@ -1,6 +1,8 @@
 """What a user asks of the engine and what comes back. Imports no torch."""
 
 from dataclasses import dataclass, field
+from numbers import Integral
+from typing import Any
 
 from eagle3.errors import ConfigError
 from eagle3_infer.config import SamplingConfig
@@ -13,11 +15,13 @@ class Request:
     """One prompt to continue.
 
     Args:
-        prompt_ids: target ids, at least one.
+        prompt_ids: target ids, at least one, as a list of ints.
         stop: strings that end the output; the token that completes one is kept.
         prompt_id, turn, sample: with the run's seed they key the noise.
         eos_ids: ids that end the output; None = the target's.
         forced: tokens that the target is made to emit first (replays of a known output).
+    Raises:
+        ConfigError: a field of another type, or out of range.
     """
 
     prompt_ids: list[int]
@@ -31,12 +35,35 @@ class Request:
     forced: tuple[int, ...] = ()
 
     def __post_init__(self):
+        for name in ("prompt_id", "turn", "sample", "max_new_tokens"):
+            _check_integer(name, getattr(self, name))
+        for name in ("prompt_ids", "forced", *(["eos_ids"] if self.eos_ids is not None else [])):
+            _check_integers(name, getattr(self, name))
         if not self.prompt_ids:
             raise ConfigError(f"prompt {self.prompt_id} is empty; it needs at least one token")
         if self.max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens is {self.max_new_tokens}; it must be 1 or more")
-        if isinstance(self.stop, str) or not all(self.stop):
+        if not isinstance(self.stop, list | tuple) or not all(isinstance(text, str) and text for text in self.stop):
             raise ConfigError(f"stop is {self.stop!r}; it must be a sequence of strings that are not empty")
+
+
+def _check_integer(name: str, value: Any) -> None:
+    # True and False are integers to Python, and no token ids
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ConfigError(f"{name} is {_shown(value)}; it must be a whole number")
+
+
+def _check_integers(name: str, values: Any) -> None:
+    if not isinstance(values, list | tuple):
+        raise ConfigError(f"{name} is {_shown(values)}; it must be a list or tuple of whole numbers")
+    for index, value in enumerate(values):
+        _check_integer(f"{name}[{index}]", value)
+
+
+def _shown(value: Any) -> str:
+    """A value and its type, on one line and cut short where it is long (a tensor)."""
+    text = " ".join(repr(value).split())
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
 
 
 @dataclass(frozen=True, kw_only=True)

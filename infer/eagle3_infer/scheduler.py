@@ -34,9 +34,10 @@ class Scheduler:
     def check(self, request: Request) -> None:
         """Raises ConfigError for a request that could never run."""
         name, vocab = f"prompt {request.prompt_id}", self.target.vocab_size
-        odd = [i for i in request.prompt_ids if not 0 <= i < vocab]
-        if odd:
-            raise ConfigError(f"{name} holds token id {odd[0]}; the target's ids are 0 .. {vocab - 1}")
+        for ids, holds in ((request.prompt_ids, "holds"), (request.forced, "is forced to emit")):
+            odd = [i for i in ids if not 0 <= i < vocab]
+            if odd:
+                raise ConfigError(f"{name} {holds} token id {odd[0]}; the target's ids are 0 .. {vocab - 1}")
         if request.stop and self.target.tokenizer is None:
             raise ConfigError(f"{name} has stop strings, which need a tokenizer; the target has none")
         # the last token is emitted, never run

@@ -257,6 +257,7 @@ def test_what_users_do_wrong(world):
     for request, message in (
         (Request([1, 300]), "token id 300"),
         (Request([-1]), "token id -1"),
+        (Request([1], forced=(9999,)), "forced to emit token id 9999"),
         (Request([1], stop=("x",)), "tokenizer"),
         (Request([1], max_new_tokens=25), "max_tokens allows 30"),
     ):
@@ -267,6 +268,36 @@ def test_what_users_do_wrong(world):
             Engine(world.target, head, tree)
     with pytest.raises(CheckpointError):
         Engine(shifted_target("llama", hidden_size=32), random_head(world.target), TREE)
+
+
+@pytest.mark.parametrize(
+    "bad, told",
+    [
+        ({"prompt_ids": [1.5]}, r"prompt_ids\[0\] is 1.5 \(float\)"),
+        ({"prompt_ids": [1, "a"]}, r"prompt_ids\[1\] is 'a' \(str\)"),
+        ({"prompt_ids": [True]}, r"prompt_ids\[0\] is True \(bool\)"),
+        ({"prompt_ids": [[1, 2]]}, r"prompt_ids\[0\] is \[1, 2\] \(list\)"),
+        ({"prompt_ids": torch.arange(99)}, r"prompt_ids is tensor\(.*\.\.\. \(Tensor\)"),
+        ({"prompt_ids": "text"}, r"prompt_ids is 'text' \(str\)"),
+        ({"prompt_ids": None}, "prompt_ids is None"),
+        ({"max_new_tokens": 2.5}, r"max_new_tokens is 2.5 \(float\)"),
+        ({"prompt_id": "a"}, "prompt_id is 'a'"),
+        ({"eos_ids": 3}, r"eos_ids is 3 \(int\)"),
+        ({"forced": (1.0,)}, r"forced\[0\] is 1.0"),
+        ({"stop": (1,)}, r"stop is \(1,\)"),
+        ({"stop": None}, "stop is None"),
+    ],
+)
+def test_fields_of_another_type_say_what_was_found(bad, told):
+    with pytest.raises(ConfigError, match=told):
+        Request(**{"prompt_ids": [1], **bad})
+
+
+def test_a_tree_deeper_than_the_targets_positions():
+    target = shifted_target("llama", max_position_embeddings=40)
+    Engine(target, random_head(target), TreeConfig.chain(40))
+    with pytest.raises(ConfigError, match="depth is 41; for this target it must be between 1 and 40"):
+        Engine(target, random_head(target), TreeConfig.chain(41))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
