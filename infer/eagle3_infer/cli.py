@@ -8,7 +8,9 @@ import difflib
 import io
 import os
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from eagle3.errors import ConfigError, Eagle3Error, one_line
@@ -193,9 +195,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         settings = parse_settings(argv)
         _quieten()
-        from eagle3_infer.run import run
+        with warnings_as_notes():
+            from eagle3_infer.run import run
 
-        return run(settings, argv)
+            return run(settings, argv)
     except Eagle3Error as error:
         print(one_line(error), file=sys.stderr)
         return EXIT_ERROR
@@ -209,6 +212,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+@contextmanager
+def warnings_as_notes() -> Iterator[None]:
+    """Every warning is one line `note: ...` on stderr, without its place in the code, and is said once."""
+    said: set[str] = set()
+
+    def show(message: Any, *place: Any, **more: Any) -> None:
+        text = " ".join(str(message).split())
+        if text not in said:
+            said.add(text)
+            # over the progress line, where there is one
+            start = "\r\033[K" if sys.stderr.isatty() else ""
+            print(f"{start}note: {text}", file=sys.stderr)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
 
 
 def _quieten() -> None:

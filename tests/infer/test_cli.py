@@ -1,9 +1,11 @@
 """`eagle3-infer` as a user meets it: whole runs on a tiny model, the report's file, and every way to get it wrong."""
 
 import json
+import shutil
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -182,6 +184,21 @@ def test_saved_head(base, head_folder):
     assert main([*base, "--draft", str(head_folder), "--mode", "chain", "--no-hf", "--limit", "1"]) == 0
 
 
+def test_warnings_are_notes_of_one_line_each_said_once(base, head_folder, tmp_path, capsys):
+    """The head was made for other weights, which loading and every engine tell; its vocabulary is small, too."""
+    folder = tmp_path / "head"
+    shutil.copytree(head_folder, folder)
+    config = json.loads((folder / "config.json").read_text())
+    text = json.dumps(config).replace(Target.load(base[1]).fingerprint, "0" * 16)
+    (folder / "config.json").write_text(text)
+    before = warnings.showwarning
+    assert main([*base, "--draft", str(folder), "--tree-top-k", "2,400", "--no-hf", "--limit", "1"]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(" ")[:2] for line in lines] == [["note:", "the"], ["note:", "tree"]]
+    assert "other weights" in lines[0] and "top_k 400 is more than the draft vocabulary" in lines[1]
+    assert warnings.showwarning is before
+
+
 def test_no_template_is_said_once(tmp_path, prompts_file, capsys):
     folder = save_target(tmp_path / "plain", template=None)
     assert main(["--target", str(folder), "--draft", "random", "--prompts", str(prompts_file), *FAST]) == 0
@@ -299,7 +316,11 @@ def test_plain_decoding_that_parts_from_hf_is_a_bug(base, tmp_path, capsys, monk
         (["--top-p", "1.5"], "top_p"),
         (["--top-p", "0"], "top_p"),
         (["--top-k", "-1"], "top_k"),
+        (["--temperature", "1e-45"], "at least 0.0001"),
         (["--tree-depth", "0"], "depth"),
+        (["--chain-depth", "99999999999999999999"], "between 1 and 1024"),
+        (["--chain-depth", "300"], "between 1 and 256"),
+        (["--tree-top-k", "99999999999999999999"], "between 1 and 1024"),
         (["--tree-top-k", "0"], "top_k"),
         (["--tree-nodes", "900"], "nodes"),
         (["--tree-nodes", "2"], "nodes"),
