@@ -29,7 +29,7 @@ demo-train: setup
 
 # the shipped head: chain and tree must emit what plain decoding and HF generate emit
 demo-infer: setup
-	$(BIN)/eagle3-infer --dtype float32 --threads $(CORES) --verify
+	$(BIN)/eagle3-infer --dtype float32 --threads $(CORES) --max-new-tokens 64 --verify
 
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
