@@ -27,9 +27,11 @@ demo-train: setup
 	OMP_NUM_THREADS=$(CORES) $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no \
 		--dynamo_backend no train/train_draft.py --config recipes/base/smollm2-135m-demo.yaml
 
-# the shipped head: chain and tree must emit what plain decoding and HF generate emit
+# the shipped head: first what it buys in the target's own bfloat16, then, in float32, that chain and tree emit exactly
+# what plain decoding and HF generate emit
 demo-infer: setup
-	$(BIN)/eagle3-infer --dtype float32 --threads $(CORES) --max-new-tokens 64 --verify
+	$(BIN)/eagle3-infer --threads $(CORES) --max-new-tokens 64
+	$(BIN)/eagle3-infer --threads $(CORES) --max-new-tokens 64 --dtype float32 --verify
 
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
