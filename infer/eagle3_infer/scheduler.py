@@ -29,7 +29,7 @@ class Scheduler:
         self.pools: list[KVPool] = []
         self.running: list[Running] = []
         both = (config.page_size, config.pages), (config.head_page_size or config.page_size, config.head_pages)
-        self._limits = both[: len(layouts)]
+        self._models, self._limits = ("target", "head")[: len(layouts)], both[: len(layouts)]
 
     def check(self, request: Request) -> None:
         """Raises ConfigError for a request that could never run."""
@@ -53,7 +53,7 @@ class Scheduler:
                 f"{name} needs {max(wanted)} K/V rows (prompt, output and one tree); "
                 f"max_tokens allows {self.config.max_tokens}"
             )
-        for which, needed, (page_size, pages) in zip(("target", "head"), wanted, self._limits, strict=False):
+        for which, needed, (page_size, pages) in zip(self._models, wanted, self._limits, strict=True):
             if pages is not None and needed > pages * page_size:
                 raise ConfigError(
                     f"{name} needs {needed} K/V rows (prompt, output and one tree); the {which}'s pool has "

@@ -87,9 +87,9 @@ def acceptance_lines(report: dict[str, Any]) -> str:
     for key, mode in report["modes"].items():
         accepted, rounds = mode["accepted_by_level"], mode["rounds"]
         if accepted and rounds:
-            before = [rounds, *accepted]
+            before = [rounds, *accepted[:-1]]
             overall = [count / rounds for count in accepted]
-            given = [count / prior if prior else None for count, prior in zip(accepted, before, strict=False)]
+            given = [count / prior if prior else None for count, prior in zip(accepted, before, strict=True)]
             rows.append((_name(key), _series(overall), _series(given)))
     return align(rows, left=3) if len(rows) > 1 else ""
 

@@ -1,7 +1,6 @@
 """What users do wrong: one line on stderr, exit code 2, no traceback."""
 
 import json
-import os
 import runpy
 import subprocess
 import sys
@@ -11,16 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from oracles.script import ENV, ROOT, SCRIPT
 from oracles.tiny import tiny_chats, tiny_folder
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "train/train_draft.py"
-ENV = {
-    **os.environ,
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "PYTHONPATH": os.pathsep.join(str(ROOT / p) for p in (".", "kernels", "infer", "train")),
-}
 pytestmark = pytest.mark.filterwarnings("ignore:only .* distinct tokens")
 
 

@@ -1,7 +1,6 @@
 """train_draft.py end to end on a tiny target on disk: records, resuming after a kill, warm start, features, ranks."""
 
 import json
-import os
 import runpy
 import shutil
 import signal
@@ -20,16 +19,9 @@ from eagle3.checkpoint.reference import load_head
 from eagle3.target import Target
 from eagle3_train import optim as optim_module
 from eagle3_train import run as run_module
+from oracles.script import ENV, SCRIPT
 from oracles.tiny import tiny_chats, tiny_folder
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "train/train_draft.py"
-ENV = {
-    **os.environ,
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "PYTHONPATH": os.pathsep.join(str(ROOT / p) for p in (".", "kernels", "infer", "train")),
-}
 pytestmark = pytest.mark.filterwarnings("ignore:only .* distinct tokens")
 
 
