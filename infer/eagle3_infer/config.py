@@ -1,6 +1,8 @@
-"""The engine's settings: tree, sampling, pools. Imports no torch, so that `--help` answers at once."""
+"""The engine's settings: tree, rule, sampling, pools. Imports no torch, so that `--help` answers at once."""
 
+import math
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from eagle3.errors import ConfigError
 
@@ -8,6 +10,10 @@ from eagle3.errors import ConfigError
 LARGEST = 1024
 # a smaller divisor would take finite logits past the range of float32
 SMALLEST_TEMPERATURE = 1e-4
+MATCH, TARGET_ONLY, REJECTION, THRESHOLD = "match", "target_only", "rejection", "threshold"
+RULES = (MATCH, TARGET_ONLY, REJECTION, THRESHOLD)
+NO_NOISE, SHARED_NOISE = "none", "shared"
+DRAFT_NOISES = (NO_NOISE, SHARED_NOISE)
 
 
 @dataclass(frozen=True)
@@ -17,23 +23,32 @@ class TreeConfig:
     Args:
         depth: levels below the root, at most LARGEST and the target's positions.
         top_k: children kept per node and nodes expanded per level, at most LARGEST; 1 makes a chain.
-        nodes: draft nodes verified per round, root excluded, at most LARGEST.
+        nodes: draft nodes verified per round, root excluded, at most LARGEST; None = top_k * depth.
+        level_weight: the score policy. The edge score of level l counts level_weight^(l-1) times: above 1 favours
+            width, below 1 depth; 1 ranks nodes by the plain product of their path's probabilities.
+        adaptive: depth and nodes are the most; each round takes what promises most tokens per second.
     """
 
     depth: int = 4
     top_k: int = 4
-    nodes: int = 16
+    nodes: int = None  # type: ignore[assignment]
+    level_weight: float = 1.0
+    adaptive: bool = False
 
     def __post_init__(self):
         for name in ("depth", "top_k"):
             if not 1 <= getattr(self, name) <= LARGEST:
                 raise ConfigError(f"tree {name} is {getattr(self, name)}; it must be between 1 and {LARGEST}")
         most = min(self.candidates, LARGEST)
+        if self.nodes is None:
+            object.__setattr__(self, "nodes", max(self.depth, min(self.top_k * self.depth, most)))
         if not self.depth <= self.nodes <= most:
             raise ConfigError(
                 f"tree nodes is {self.nodes}; with depth {self.depth} and top_k {self.top_k} it must be between "
                 f"{self.depth} (the depth) and {most} (top_k + top_k^2 * (depth - 1), at most {LARGEST})"
             )
+        if not 0 < self.level_weight < math.inf:
+            raise ConfigError(f"tree level_weight is {self.level_weight}; it must be a finite number above 0")
 
     @property
     def candidates(self) -> int:
@@ -59,23 +74,74 @@ class TreeConfig:
 
 
 @dataclass(frozen=True)
+class RuleConfig:
+    """How drafts are drawn and accepted where a request samples; greedy ones always match (but for threshold).
+
+    Args:
+        rule: match (the target's draw, a function of target and noise alone), target_only (q = 1 at each draft),
+            rejection (drafts sampled without replacement; Leviathan's on a chain, recursive on a tree), or
+            threshold (LOSSY: a draft whose probability reaches `threshold` is taken).
+        draft_noise: none, or shared: drafts are ranked with the target's own noise (match rule only).
+        threshold: smallest target probability that the threshold rule takes.
+    """
+
+    rule: str = MATCH
+    draft_noise: str = NO_NOISE
+    threshold: float = 0.3
+
+    def __post_init__(self):
+        for name, known in (("rule", RULES), ("draft_noise", DRAFT_NOISES)):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}")
+        if self.draft_noise == SHARED_NOISE and self.rule != MATCH:
+            raise ConfigError(f"draft_noise shared needs the match rule; the rule is {self.rule}")
+        if not 0 < self.threshold <= 1:
+            raise ConfigError(f"threshold is {self.threshold}; it must be above 0 and at most 1")
+
+    @property
+    def lossless(self) -> bool:
+        """Whether outputs follow the target's own law."""
+        return self.rule != THRESHOLD
+
+    @property
+    def pathwise(self) -> bool:
+        """Whether outputs are the very tokens of plain decoding with the same seed."""
+        return self.rule == MATCH
+
+
+@dataclass(frozen=True)
 class SamplingConfig:
-    """How a request draws its tokens.
+    """How a request draws its tokens. Processors apply in transformers' order: logit bias, repetition, presence and
+    frequency, bad words, min tokens, then temperature, top-k, top-p, min-p.
 
     Args:
         temperature: 0 = greedy, else SMALLEST_TEMPERATURE or more.
         top_k: keep the k most likely tokens; 0 = all.
         top_p: keep the most likely tokens that reach this mass; 1 = all.
+        min_p: keep tokens at least this fraction as likely as the likeliest; 0 = all.
         seed: the run's seed; noise also depends on the request's prompt id, turn and sample.
+        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output; 1 = off.
+        presence_penalty: subtracted once from logits of tokens in the output; 0 = off.
+        frequency_penalty: subtracted per occurrence in the output; 0 = off.
+        logit_bias: (token id, what is added to its logit), each id once.
+        bad_words: token sequences whose last token is forbidden after the others.
+        min_tokens: output tokens before an EOS id may be drawn.
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    min_tokens: int = 0
 
     def __post_init__(self):
-        if self.temperature != 0 and not SMALLEST_TEMPERATURE <= self.temperature < float("inf"):
+        if self.temperature != 0 and not SMALLEST_TEMPERATURE <= self.temperature < math.inf:
             raise ConfigError(
                 f"temperature is {self.temperature}; it must be 0 (greedy) or a finite number of at least "
                 f"{SMALLEST_TEMPERATURE:g}"
@@ -84,6 +150,35 @@ class SamplingConfig:
             raise ConfigError(f"top_k is {self.top_k}; it must be 0 (off) or more")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p is {self.top_p}; it must be above 0 and at most 1 (off)")
+        if not 0 <= self.min_p <= 1:
+            raise ConfigError(f"min_p is {self.min_p}; it must be between 0 (off) and 1")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise ConfigError(f"repetition_penalty is {self.repetition_penalty}; it must be a number above 0 (1 = off)")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not math.isfinite(getattr(self, name)):
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be a finite number (0 = off)")
+        if self.min_tokens < 0:
+            raise ConfigError(f"min_tokens is {self.min_tokens}; it must be 0 or more")
+        object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))
+        object.__setattr__(self, "bad_words", _word_tuples(self.bad_words))
+
+
+def _bias_pairs(given: Any) -> tuple[tuple[int, float], ...]:
+    pairs = tuple(tuple(pair) for pair in (given.items() if isinstance(given, dict) else given))
+    for pair in pairs:
+        if len(pair) != 2 or type(pair[0]) is not int or not math.isfinite(pair[1]):
+            raise ConfigError(f"logit_bias holds {pair!r}; expected pairs of a token id and a finite number")
+    if len({token for token, _ in pairs}) != len(pairs):
+        raise ConfigError("logit_bias names a token id twice")
+    return pairs
+
+
+def _word_tuples(given: Any) -> tuple[tuple[int, ...], ...]:
+    words = tuple(tuple(word) for word in given)
+    for word in words:
+        if not word or any(type(token) is not int for token in word):
+            raise ConfigError(f"bad_words holds {word!r}; expected sequences of at least one token id")
+    return words
 
 
 @dataclass(frozen=True)
@@ -95,6 +190,7 @@ class EngineConfig:
         page_size, head_page_size: K/V rows per page of the target's and of the head's pool; None = the target's.
         max_tokens: K/V rows that one request may take; None = what the largest request needs.
         pages, head_pages: capacity of the pools; None = `slots` requests of the largest size.
+        prefill_rows: prompt tokens read per round, of all joining requests together.
     """
 
     slots: int = 1
@@ -103,6 +199,7 @@ class EngineConfig:
     pages: int | None = None
     head_page_size: int | None = None
     head_pages: int | None = None
+    prefill_rows: int = 512
 
     def __post_init__(self):
         for name in asdict(self):
