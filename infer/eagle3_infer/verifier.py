@@ -15,7 +15,7 @@ from eagle3_infer.sampling import draw_all
 from eagle3_kernels.gather_first_step import gather_first_step
 from eagle3_kernels.sample_nodes import greedy_nodes
 from eagle3_kernels.structures import FirstStep, Tree, Walk
-from eagle3_kernels.verify_tree import Choose, verify_tree
+from eagle3_kernels.verify_tree import Decide, match, verify_tree
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Verifier:
         return draw_all([s.sampler for s in joined], forward.prompt_logits, [s.prompt_length for s in joined])
 
 
-def _target_tokens(forward: Forward, tree: Tree, starts: Tensor, running: Sequence[Running]) -> Tensor | Choose:
+def _target_tokens(forward: Forward, tree: Tree, starts: Tensor, running: Sequence[Running]) -> Tensor | Decide:
     """Greedy tokens of all rows at once; where any is sampled or forced, a function asked at visited rows only."""
     samplers = [sequence.sampler for sequence in running]
     best = greedy_nodes(forward.tree_logits) if any(s.greedy for s in samplers) else None
@@ -130,7 +130,10 @@ def _target_tokens(forward: Forward, tree: Tree, starts: Tensor, running: Sequen
         return best[rows.clamp(max=len(best) - 1)]
     greedy = None if best is None else best.tolist()
 
-    def choose(slot: int, row: int, level: int) -> int:
+    def decide(slot: int, row: int, level: int, children: list[int]) -> tuple[int, int]:
+        return match(token(slot, row, level), children)
+
+    def token(slot: int, row: int, level: int) -> int:
         sampler, at = samplers[slot], forward.starts[slot] + row
         # the token after a row stands one position further
         position = running[slot].length + level + 1
@@ -139,4 +142,4 @@ def _target_tokens(forward: Forward, tree: Tree, starts: Tensor, running: Sequen
             return forced
         return greedy[at] if greedy is not None and sampler.greedy else sampler.draw(forward.tree_logits[at], position)
 
-    return choose
+    return decide

@@ -11,13 +11,15 @@ class Level(NamedTuple):
     """One drafted level: every candidate child, and which of them are expanded next.
 
     tokens, parents [B, C] int64 (parents = frontier rows of the level above), scores [B, C] fp32 path scores,
-    chosen [B, M] int64: candidates that form this level's frontier, best first.
+    chosen [B, M] int64: candidates that form this level's frontier, best first; edges [B, C] fp32 edge scores as the
+    drafter gave them, before any weighing.
     """
 
     tokens: Tensor
     parents: Tensor
     scores: Tensor
     chosen: Tensor
+    edges: Tensor
 
     @property
     def frontier_tokens(self) -> Tensor:
@@ -68,6 +70,9 @@ class Tree:
         first_child, next_sibling: rows [B, N], best first, -1 where there is none.
         scores: path scores [B, N] fp32, 0 at the root, -inf in unused rows.
         depth: levels that the tree may have; bounds every walk.
+        edges: edge scores as drafted [B, N] fp32; None where nothing was drafted.
+        source: which of the drafter's distributions drew the node [B, N]: those of level 1's frontier (one row, the
+            root's) come first, then level 2's, ...; -1 at the root and in unused rows.
     """
 
     count: Tensor
@@ -79,6 +84,8 @@ class Tree:
     next_sibling: Tensor
     scores: Tensor
     depth: int
+    edges: Tensor | None = None
+    source: Tensor | None = None
 
     @classmethod
     def bare(cls, tokens: Tensor) -> "Tree":

@@ -120,28 +120,34 @@ def test_more_children_than_tokens_are_clamped():
     assert level.chosen.tolist() == [[0, 1, 2]]
 
 
-def test_ranking_keys_choose_children_and_edge_scores_count():
-    edge = torch.tensor([[[-1.0, -2.0, -3.0]]])
-    level = expand_level(edge, torch.tensor([[-0.5]]), k=2, keys=-edge)
+def test_ranking_keys_choose_children_and_weighed_edge_scores_count():
+    keys = torch.tensor([[[-1.0, -2.0, -3.0]]])
+    level = expand_level(-keys, torch.tensor([[-0.5]]), k=2, edge=lambda best: -best, weigh=lambda edges: 2 * edges)
     assert level.tokens.tolist() == [[2, 1]]
-    assert level.scores.tolist() == [[-3.5, -2.5]]
+    assert level.edges.tolist() == [[-3.0, -2.0]]
+    assert level.scores.tolist() == [[-6.5, -4.5]]
     assert level.frontier_tokens.tolist() == [[1, 2]]
 
 
-def test_frontier_mask_is_the_ancestors_closure():
-    generator = torch.Generator().manual_seed(0)
-    mask, rows, ancestors = None, 0, [set()]
-    for width in (3, 4, 4, 4, 4, 4, 4, 4, 4):
-        parents = torch.randint(0, len(ancestors), (1, width), generator=generator)
-        mask = grow_mask(mask, parents, rows)
-        ancestors = [ancestors[int(p)] | {rows + i} for i, p in enumerate(parents[0])]
-        rows += width
-        seen = unpack_bits(mask[0], rows)
-        assert [set(row.nonzero().flatten().tolist()) for row in seen] == ancestors
-
-
-def test_paths_are_every_leafs_root_path():
-    parent = torch.tensor([[-1, 0, 0, 1, 3, 1, -1]])
-    tree = link_tree(torch.tensor([6]), torch.zeros(1, 7), parent, torch.zeros(1, 7), depth=3)
-    assert tree.paths().tolist() == [[0, 2, -1, -1], [0, 1, 3, 4], [0, 1, 5, -1]]
-    assert Tree.bare(torch.tensor([7])).paths().tolist() == [[0]]
+@quick
+@given(st.integers(1, 3), st.integers(1, 5), st.integers(1, 4), st.integers(0, 10**6))
+def test_nodes_know_their_edge_and_what_drew_them(slots, depth, top_k, seed):
+    """The source of a node is its parent's row among all frontiers; a limit keeps a prefix of the whole tree."""
+    levels = draw_levels("random", slots, depth, top_k, 7, seed)
+    tree = build_tree(torch.zeros(slots), levels, 40)
+    limit = torch.randint(0, 9, (slots,), generator=torch.Generator().manual_seed(seed))
+    limited = build_tree(torch.zeros(slots), levels, 40, limit=limit)
+    assert tree.edges is not None and tree.source is not None and limited.source is not None
+    frontiers = [[()], *([tuple(level.frontier_tokens[slot].tolist()) for slot in range(slots)] for level in levels)]
+    for slot in range(slots):
+        count = int(limited.count[slot])
+        assert count == min(int(tree.count[slot]), 1 + int(limit[slot]))
+        assert limited.tokens[slot, :count].tolist() == tree.tokens[slot, :count].tolist()
+        assert limited.source[slot, count:].tolist() == [-1] * (tree.tokens.shape[1] - count)
+        for row in range(1, int(tree.count[slot])):
+            level, parent = int(tree.position[slot, row]), int(tree.parent[slot, row])
+            first = 0 if level == 1 else 1 + sum(len(frontiers[i][slot]) for i in range(1, level - 1))
+            at = int(tree.source[slot, row]) - first
+            assert at == 0 if level == 1 else frontiers[level - 1][slot][at] == int(tree.tokens[slot, parent])
+            step = tree.scores[slot, row] - tree.scores[slot, parent]
+            torch.testing.assert_close(tree.edges[slot, row], step, rtol=1e-4, atol=1e-4)

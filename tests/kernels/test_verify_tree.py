@@ -10,7 +10,7 @@ from eagle3_kernels.build_tree import build_tree, link_tree
 from eagle3_kernels.gather_first_step import gather_first_step
 from eagle3_kernels.relocate_kv import relocate_kv
 from eagle3_kernels.structures import Tree, Walk
-from eagle3_kernels.verify_tree import verify_tree
+from eagle3_kernels.verify_tree import match, verify_tree
 from oracles.drafted import draw_levels
 
 quick = settings(max_examples=60, deadline=None, derandomize=True)
@@ -55,12 +55,16 @@ def linked(first_child: list[int], next_sibling: list[int], tokens: list[int], d
     return dataclasses.replace(bare, depth=depth, **{name: torch.tensor([row]) for name, row in links.items()})
 
 
+def always_nine(slot: int, row: int, level: int, children: list[int]) -> tuple[int, int]:
+    return match(9, children)
+
+
 def test_walk_ends_on_broken_links():
     """A sibling ring that never matches accepts nothing; a row that is its own child is accepted depth times."""
     ring = linked([1, -1, -1], [-1, 2, 1], [0, 1, 2], depth=3)
-    assert [x.tolist() for x in verify_tree(ring, lambda *place: 9)] == [[[0, -1, -1, -1]], [0], [9]]
+    assert [x.tolist() for x in verify_tree(ring, always_nine)] == [[[0, -1, -1, -1]], [0], [9]]
     own_child = linked([1, 1], [-1, -1], [0, 9], depth=4)
-    assert [x.tolist() for x in verify_tree(own_child, lambda *place: 9)] == [[[0, 1, 1, 1, 1]], [4], [9]]
+    assert [x.tolist() for x in verify_tree(own_child, always_nine)] == [[[0, 1, 1, 1, 1]], [4], [9]]
 
 
 def test_only_visited_rows_are_asked():
@@ -68,9 +72,15 @@ def test_only_visited_rows_are_asked():
     parent = torch.tensor([[-1, 0, 0, 1, 2]] * 2)
     tree = link_tree(torch.tensor([5, 5]), torch.tensor([[9, 4, 6, 6, 8]] * 2), parent, torch.zeros(2, 5), 2)
     answers = {(0, 0, 0): 6, (0, 2, 1): 5, (1, 0, 0): 4, (1, 1, 1): 6, (1, 3, 2): 1}
-    asked = []
-    walk = verify_tree(tree, lambda *place: asked.append(place) or answers[place])
-    assert asked == list(answers)
+    asked = {}
+
+    def decide(slot: int, row: int, level: int, children: list[int]) -> tuple[int, int]:
+        asked[slot, row, level] = children
+        return match(answers[slot, row, level], children)
+
+    walk = verify_tree(tree, decide)
+    assert list(asked) == list(answers)
+    assert list(asked.values()) == [[4, 6], [8], [4, 6], [6], []]
     assert walk.path.tolist() == [[0, 2, -1], [0, 1, 3]]
     assert (walk.accepted.tolist(), walk.bonus.tolist()) == ([1, 2], [5, 1])
 

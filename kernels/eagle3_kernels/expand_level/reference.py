@@ -1,5 +1,7 @@
 """The definition of expand_level. Knows scores and masks, nothing of models."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -8,25 +10,34 @@ from eagle3_kernels.ordering import stable_topk
 from eagle3_kernels.structures import Level
 
 
-def expand_level(edge_scores: Tensor, scores: Tensor, k: int, keys: Tensor | None = None) -> Level:
+def expand_level(
+    keys: Tensor,
+    scores: Tensor,
+    k: int,
+    edge: Callable[[Tensor], Tensor] | None = None,
+    weigh: Callable[[Tensor], Tensor] | None = None,
+) -> Level:
     """Give each frontier node its k best children, then keep the k best of them all to be expanded next.
 
     All M * k children stay candidates: the final tree chooses among every level's (EAGLE-2, section 4.2).
 
     Args:
-        edge_scores: log of each child's estimated acceptance [B, M, V], float32, <= 0.
+        keys: what ranks a node's children [B, M, V], float32.
         scores: path scores of the frontier [B, M], float32; -inf marks padding, whose children are -inf too.
         k: children per node and nodes per level; clamped to what exists.
-        keys: what ranks a node's children [B, M, V]; None = the edge scores.
+        edge: keys of the children [B, M, k] -> edge scores, log of each child's estimated acceptance, <= 0;
+            None = the keys are edge scores (draft log-probabilities).
+        weigh: edge scores [B, M, k] -> what they add to path scores, <= 0; None = themselves.
     Returns:
         A level whose tokens index V; equal scores keep the lower flat index.
     """
-    children = min(k, edge_scores.shape[-1])
-    _, token = stable_topk(edge_scores if keys is None else keys, children)
-    total = (scores.unsqueeze(-1) + edge_scores.gather(-1, token)).flatten(1)
+    children = min(k, keys.shape[-1])
+    best, token = stable_topk(keys, children)
+    edges = best if edge is None else edge(best)
+    total = (scores.unsqueeze(-1) + (edges if weigh is None else weigh(edges))).flatten(1)
     _, chosen = stable_topk(total, min(k, total.shape[1]))
     parents = torch.arange(total.shape[1], device=total.device) // children
-    return Level(token.flatten(1), parents.expand_as(total), total, chosen)
+    return Level(token.flatten(1), parents.expand_as(total), total, chosen, edges.flatten(1))
 
 
 def grow_mask(mask: Tensor | None, parents: Tensor, rows: int) -> Tensor:

@@ -1,5 +1,5 @@
-"""Walk the tree along the target's own tokens."""
+"""Walk the tree along what the target, or a rejection rule, accepts."""
 
-from eagle3_kernels.verify_tree.reference import Choose, verify_tree
+from eagle3_kernels.verify_tree.reference import Decide, match, verify_tree
 
-__all__ = ["Choose", "verify_tree"]
+__all__ = ["Decide", "match", "verify_tree"]
