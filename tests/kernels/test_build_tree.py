@@ -151,3 +151,22 @@ def test_nodes_know_their_edge_and_what_drew_them(slots, depth, top_k, seed):
             assert at == 0 if level == 1 else frontiers[level - 1][slot][at] == int(tree.tokens[slot, parent])
             step = tree.scores[slot, row] - tree.scores[slot, parent]
             torch.testing.assert_close(tree.edges[slot, row], step, rtol=1e-4, atol=1e-4)
+
+
+def test_frontier_mask_is_the_ancestors_closure():
+    generator = torch.Generator().manual_seed(0)
+    mask, rows, ancestors = None, 0, [set()]
+    for width in (3, 4, 4, 4, 4, 4, 4, 4, 4):
+        parents = torch.randint(0, len(ancestors), (1, width), generator=generator)
+        mask = grow_mask(mask, parents, rows)
+        ancestors = [ancestors[int(p)] | {rows + i} for i, p in enumerate(parents[0])]
+        rows += width
+        seen = unpack_bits(mask[0], rows)
+        assert [set(row.nonzero().flatten().tolist()) for row in seen] == ancestors
+
+
+def test_paths_are_every_leafs_root_path():
+    parent = torch.tensor([[-1, 0, 0, 1, 3, 1, -1]])
+    tree = link_tree(torch.tensor([6]), torch.zeros(1, 7), parent, torch.zeros(1, 7), depth=3)
+    assert tree.paths().tolist() == [[0, 2, -1, -1], [0, 1, 3, 4], [0, 1, 5, -1]]
+    assert Tree.bare(torch.tensor([7])).paths().tolist() == [[0]]
