@@ -170,7 +170,7 @@ class DenseCausal:
             key, value = (x.repeat_interleave(groups, 0) for x in (call.key, call.value))
             bias = torch.zeros(length, length, device=key.device).masked_fill_(~_visible(call, length), -torch.inf)
             sinks = None if call.sinks is None else call.sinks.float()[:, None, None].expand(-1, length, 1)
-            out = formula_attention(call.query, key, value, bias, call.scaling, call.softcap, sinks)
+            out = formula_attention(call.query, [key], [value], bias, call.scaling, call.softcap, sinks)
         else:
             out = F.scaled_dot_product_attention(
                 *(x[None] for x in (call.query, call.key, call.value)),

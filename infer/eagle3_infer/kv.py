@@ -1,5 +1,6 @@
 """Paged K/V pools and the attention context over them. Knows rows and pages, nothing of tokens.
 
+A slot's pages need not be neighbours; a run of neighbours is read as a view, and is given where there is one.
 A pool serves one model; its layers may differ in heads and widths. Layers of one shape share a tensor
 [layers, pages, page_size, heads, dim], so that an accepted path moves in one operation.
 """
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from eagle3.attention import AttentionCall, AttentionContext
-from eagle3_kernels.paging import physical_rows, slot_rows
+from eagle3_kernels.paging import Run, page_runs, physical_rows, slot_rows
 from eagle3_kernels.tree_attention import TreeView, tree_attention
 
 
@@ -95,16 +96,15 @@ class KVPool:
         return -(-rows // self.page_size)
 
     def assign(self, slot: int, rows: int) -> bool:
-        """Give `slot` a run of pages for `rows` rows; False if no free run is long enough now."""
+        """Give `slot` pages for `rows` rows, in as few runs as the free ones allow; False if too few are free now."""
         wanted, taken = self.pages_for(rows), {page for pages in self._owned for page in pages}
-        run: list[int] = []
-        for page in range(self.pages):
-            run = [] if page in taken else [*run, page]
-            if len(run) == wanted:
-                self._owned[slot] = run
-                self.table[slot, :wanted] = torch.tensor(run, dtype=torch.int32)
-                return True
-        return False
+        free = [page for page in range(self.pages) if page not in taken]
+        if len(free) < wanted:
+            return False
+        pages = _fewest_runs(page_runs(free), wanted)
+        self._owned[slot] = pages
+        self.table[slot, :wanted] = torch.tensor(pages, dtype=torch.int32)
+        return True
 
     def release(self, slot: int) -> None:
         self._owned[slot] = []
@@ -126,8 +126,9 @@ class KVPool:
         values.index_copy_(0, rows, value.transpose(0, 1))
 
     def rows(self, layer: int, slot: int, length: int) -> tuple[Tensor, Tensor]:
-        """The first `length` rows of a slot's keys and values [length, heads, dim]."""
-        keys, values = (slot_rows(pool, self._owned[slot], length) for pool in self._paged[layer])
+        """The first `length` rows of a slot's keys and values [length, heads, dim]; scattered ones are copied."""
+        runs = page_runs(self._owned[slot])
+        keys, values = (slot_rows(pool, runs, length) for pool in self._paged[layer])
         return keys, values
 
     def view(
@@ -147,6 +148,22 @@ class KVPool:
             mask=mask,
             queries=positions.shape[1] if queries is None else queries,
         )
+
+
+def _fewest_runs(free: list[Run], wanted: int) -> list[int]:
+    """Pages in ascending order: of the shortest run that holds what is left, else of the longest."""
+    pages: list[int] = []
+    while wanted > 0:
+        fitting = [run for run in free if run.pages >= wanted]
+        run = min(fitting, key=_length) if fitting else max(free, key=_length)
+        free.remove(run)
+        pages += range(run.first, run.first + min(run.pages, wanted))
+        wanted -= run.pages
+    return sorted(pages)
+
+
+def _length(run: Run) -> int:
+    return run.pages
 
 
 @dataclass(frozen=True)

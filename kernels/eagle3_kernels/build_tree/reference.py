@@ -42,7 +42,7 @@ def build_tree(
     # candidate -1 is the root, row 0
     above = parents.gather(1, flat)
     parent = torch.where(above < 0, 0, row_of.gather(1, above.clamp(min=0)))
-    zero, none = torch.zeros_like(best[:, 0]), -torch.ones_like(roots)
+    zero, none = torch.zeros_like(roots, dtype=best.dtype), -torch.ones_like(roots)
     return link_tree(
         count=1 + kept.sum(1),
         tokens=_under_root(roots, tokens.gather(1, flat).where(kept, 0)),

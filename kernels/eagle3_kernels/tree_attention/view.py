@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from eagle3_kernels.bits import unpack_bits
+from eagle3_kernels.paging import Run, page_runs
 
 
 @dataclass
@@ -27,20 +28,21 @@ class TreeView:
     positions: Tensor
     mask: Tensor | None
     queries: int
-    _pages: list[list[int]] = field(init=False)
+    _runs: list[list[Run]] = field(init=False)
     _lens: list[int] = field(init=False)
     _biases: dict = field(init=False, default_factory=dict)
 
     def __post_init__(self):
-        self._pages = self.page_table.tolist()
+        self._runs = [page_runs(pages) for pages in self.page_table.tolist()]
         self._lens = self.lens.tolist()
 
     @property
     def fresh(self) -> int:
         return self.positions.shape[1]
 
-    def pages(self, slot: int) -> list[int]:
-        return self._pages[slot]
+    def runs(self, slot: int) -> list[Run]:
+        """The slot's pages, and perhaps more after them."""
+        return self._runs[slot]
 
     def length(self, slot: int) -> int:
         """K/V rows of a slot, fresh ones included."""
