@@ -3,20 +3,17 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from eagle3_infer.request import Request
-from eagle3_kernels.sample_nodes import perturbed_scores, request_seed, sample_node, sample_nodes
+from eagle3_kernels.sample_nodes import Filters, perturbed_scores, request_seed, sample_node, sample_nodes
 
 
 @dataclass(frozen=True)
 class Sampler:
     """Draws by the match rule: a function of logits, request and absolute position alone."""
 
-    temperature: float
-    top_k: int
-    top_p: float
+    filters: Filters
     seed: int
     forced: tuple[int, ...]
     prompt_length: int
@@ -25,11 +22,12 @@ class Sampler:
     def of(cls, request: Request) -> "Sampler":
         s = request.sampling
         seed = request_seed(s.seed, request.prompt_id, request.turn, request.sample)
-        return cls(s.temperature, s.top_k, s.top_p, seed, request.forced, len(request.prompt_ids))
+        filters = Filters(s.temperature, s.top_k, s.top_p, s.min_p)
+        return cls(filters, seed, request.forced, len(request.prompt_ids))
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0
+        return self.filters.temperature == 0
 
     def forced_token(self, position: int) -> int | None:
         """The token that a replay prescribes at an absolute position, if any."""
@@ -38,20 +36,17 @@ class Sampler:
 
     def draw(self, logits: Tensor, position: int) -> int:
         """The token at `position` from its logits [V]."""
-        return sample_node(logits, self.temperature, self.top_k, self.top_p, self.seed, position)
+        return sample_node(logits, self.filters, self.seed, position)
 
     def gap(self, logits: Tensor, position: int) -> float:
         """How far the drawn token leads the runner-up, noise included (inf where only one can be drawn)."""
-        _, scores = perturbed_scores(logits, self.temperature, self.top_k, self.top_p, self.seed, position)
+        _, scores = perturbed_scores(logits, self.filters, self.seed, position)
         best = scores.topk(min(2, len(scores))).values
         return float(best[0] - best[1]) if len(best) == 2 else float("inf")
 
 
 def draw_all(samplers: Sequence[Sampler], logits: Tensor, positions: Sequence[int]) -> list[int]:
     """The token of every row of logits [R, V], each with its own sampler and position."""
-    # float64 keeps a temperature as it was given: a row of a batch draws as it does alone
-    columns = zip(*((s.temperature, s.top_k, s.top_p, s.seed) for s in samplers), strict=True)
-    parameters = [torch.tensor(c, dtype=torch.float64 if isinstance(c[0], float) else torch.int64) for c in columns]
-    drawn = sample_nodes(logits, *parameters, position=torch.tensor(positions)).tolist()
+    drawn = sample_nodes(logits, [s.filters for s in samplers], [s.seed for s in samplers], positions).tolist()
     forced = [s.forced_token(at) for s, at in zip(samplers, positions, strict=True)]
     return [token if fixed is None else fixed for token, fixed in zip(drawn, forced, strict=True)]
