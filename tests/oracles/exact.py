@@ -10,11 +10,15 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from eagle3_kernels.build_tree import link_tree
+from eagle3_kernels.structures import Tree
 from eagle3_kernels.verify_tree.rules import NodeLaw
 
 # (p, children, q) -> what the rule does at a node
 Rule = Callable[[Tensor, Sequence[int], Tensor], NodeLaw]
-# a tree's shape: one entry per child, each the shape below it
+# what was drafted below a node: (token, what was drafted below it) per child, in the order of the draws
+Grown = list[tuple[int, "Grown"]]
+# the same without tokens
 Shape = tuple["Shape", ...]
 
 
@@ -103,3 +107,19 @@ class Model:
         return {
             (x, y): float(px * self[[x]][y]) for x, px in enumerate(self[[]]) for y in range(len(self[[]])) if px > 0
         }
+
+
+def as_tree(grown: Grown) -> tuple[Tree, list[tuple[int, ...]]]:
+    """One slot's tree, level by level, and the tokens on the path to each row."""
+    parent, todo = [-1], [(0, grown)]
+    paths: list[tuple[int, ...]] = [()]
+    for row, children in todo:
+        for token, below in children:
+            todo.append((len(parent), below))
+            parent.append(row)
+            paths.append((*paths[row], token))
+    tokens = torch.tensor([[0, *(path[-1] for path in paths[1:])]])
+    tree = link_tree(
+        torch.tensor([len(parent)]), tokens, torch.tensor([parent]), torch.zeros(tokens.shape), max(map(len, paths))
+    )
+    return tree, paths
