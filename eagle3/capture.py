@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from eagle3.errors import ConfigError
+from eagle3.errors import ConfigError, UnsupportedTargetError
 from eagle3_kernels.capture_copy import capture_copy
 
 
@@ -71,6 +71,7 @@ class Capture:
 
         Raises:
             RuntimeError: more rows than the buffer has, another number of rows, or none or several forwards.
+            UnsupportedTargetError: a layer that hands on several streams of hidden states (AltUp).
         """
         if self.buffer is None:
             yield
@@ -93,6 +94,11 @@ class Capture:
     def _writer(self, column: int, written: list[int]):
         def write(_module, _args, output) -> None:
             hidden = output[0] if isinstance(output, tuple) else output
+            if hidden.dim() > 3:
+                raise UnsupportedTargetError(
+                    f"layer {self.layers[column]} hands on {hidden.shape[0]} streams of hidden states (AltUp, as in "
+                    "Gemma 3n); a head reads one: decode this target without a head"
+                )
             hidden = hidden.reshape(-1, hidden.shape[-1])
             if hidden.shape[0] != self._rows:
                 raise RuntimeError(f"layer {self.layers[column]} gave {hidden.shape[0]} rows, expected {self._rows}")

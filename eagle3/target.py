@@ -271,12 +271,19 @@ def _refusal(model) -> str | None:
     if odd:
         return f"layer types {sorted(odd)} are not supported; allowed are {sorted(ALLOWED_LAYERS)}"
     if model._is_stateful:
-        return "it carries recurrent state; only attention layers are supported"
+        kind = f"state-space, linear-attention or hybrid layers of model type {model.config.model_type!r}"
+        return f"it carries recurrent state ({kind}); only attention layers are supported"
     if not model._can_set_attn_implementation():
-        return "it brings its own attention classes and ignores transformers' AttentionInterface"
+        own = "attention classes of its own" + (" with ALiBi position biases" if _has_alibi(model) else "")
+        return f"it brings {own}, which ignore transformers' AttentionInterface"
     if model.get_output_embeddings() is None:
         return "it has no lm_head: not a causal LM"
     return None
+
+
+def _has_alibi(model) -> bool:
+    builds = any("alibi" in name for name in dir(model.base_model))
+    return bool(model.config.to_dict().get("alibi", builds))
 
 
 def _decoder_layers(model, count: int) -> nn.ModuleList:

@@ -1,9 +1,10 @@
-"""What a request's rounds offered, kept and cost. Knows counts and clocks; of devices only how to wait for one."""
+"""What a request's rounds offered, kept and cost. Knows counts and clocks; of devices only how to time one."""
 
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
@@ -63,30 +64,99 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-class StageClock:
-    """Times the stages of one step, one after the other, and shares them among the requests they served."""
+class Clock(Protocol):
+    """Marks points in a device's work, and tells afterwards how far they lie apart."""
+
+    def mark(self) -> Any: ...
+    def settle(self) -> None:
+        """Wait until the device has passed every mark."""
+        ...
+
+    def between(self, start: Any, end: Any) -> float:
+        """Seconds, once settled."""
+        ...
+
+
+class HostClock:
+    """For devices that work as the host calls them: a mark is the time."""
 
     def __init__(self, device: torch.device):
         self.device = device
-        self._started = now(device)
-        # seconds in stages so far
-        self._timed = 0.0
+
+    def mark(self) -> float:
+        return now(self.device)
+
+    def settle(self) -> None:
+        pass
+
+    def between(self, start: float, end: float) -> float:
+        return end - start
+
+
+class DeviceClock:
+    """For a GPU: a mark is an event in its queue, so that timing a stage does not wait for it."""
+
+    def __init__(self, device: torch.device):
+        self._stream = torch.cuda.current_stream(device)
+        self._last: torch.cuda.Event | None = None
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._stream)
+        self._last = event
+        return event
+
+    def settle(self) -> None:
+        if self._last is not None:
+            self._last.synchronize()
+
+    def between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        # milliseconds
+        return start.elapsed_time(end) / 1000
+
+
+def clock_for(device: torch.device) -> Clock:
+    return DeviceClock(device) if device.type == "cuda" else HostClock(device)
+
+
+# a stage's name, the requests that it served, and the weight of their part where a block serves several
+Share = tuple[str, list[RequestMetrics], float]
+
+
+class StageClock:
+    """Times the stages of one round, one after the other, and shares them among the requests they served.
+
+    Nothing is booked before `rest`, which waits for the device once.
+    """
+
+    def __init__(self, device: torch.device, clock: Clock | None = None):
+        self._clock = clock or clock_for(device)
+        self._spans: list[tuple[Any, Any, tuple[Share, ...]]] = []
+        self._started = self._clock.mark()
 
     @contextmanager
-    def stage(self, *shares: tuple[str, list[RequestMetrics], float]) -> Iterator[None]:
+    def stage(self, *shares: Share) -> Iterator[None]:
         """Time the block and book it as (stage, requests, weight) say."""
-        began = now(self.device)
+        began = self._clock.mark()
         yield
-        elapsed = now(self.device) - began
-        self._timed += elapsed
+        self._spans.append((began, self._clock.mark(), shares))
+
+    def rest(self, requests: list[RequestMetrics]) -> None:
+        """End the round: book its stages, and the time that none of them booked as `other`."""
+        ended = self._clock.mark()
+        self._clock.settle()
+        booked = sum(self._book(*span) for span in self._spans)
+        # the sum of many small differences may pass the one large one by a rounding
+        _add(requests, "other", max(0.0, self._clock.between(self._started, ended) - booked))
+        self._spans.clear()
+
+    def _book(self, began: Any, ended: Any, shares: tuple[Share, ...]) -> float:
+        seconds = self._clock.between(began, ended)
         total = sum(weight for _, requests, weight in shares if requests)
         for name, requests, weight in shares:
             if requests:
-                _add(requests, name, elapsed * weight / total)
-
-    def rest(self, requests: list[RequestMetrics]) -> None:
-        """Book what no stage timed as `other`."""
-        _add(requests, "other", now(self.device) - self._started - self._timed)
+                _add(requests, name, seconds * weight / total)
+        return seconds if total else 0.0
 
 
 def _add(requests: list[RequestMetrics], stage: str, seconds: float) -> None:

@@ -246,11 +246,32 @@ class TestRefusals:
                     mamba_d_head=16,
                     mamba_d_state=16,
                 ),
-                "recurrent state",
+                "recurrent state .*hybrid layers of model type 'falcon_h1'",
             ),
-            (make("MambaForCausalLM", "MambaConfig", state_size=8), "recurrent state"),
-            (make("BloomForCausalLM", "BloomConfig", n_layer=2, n_head=4), "own attention classes"),
-            (make("GPTJForCausalLM", "GPTJConfig", n_embd=64, n_layer=2, n_head=4, rotary_dim=8), "own attention"),
+            (
+                make(
+                    "JambaForCausalLM",
+                    "JambaConfig",
+                    num_experts=2,
+                    num_experts_per_tok=1,
+                    mamba_d_state=8,
+                    mamba_dt_rank=8,
+                    attn_layer_period=2,
+                    attn_layer_offset=1,
+                    use_mamba_kernels=False,
+                ),
+                "recurrent state .*model type 'jamba'",
+            ),
+            (make("MambaForCausalLM", "MambaConfig", state_size=8), r"recurrent state \(state-space.* 'mamba'"),
+            (make("Lfm2ForCausalLM", "Lfm2Config", full_attn_idxs=[1, 3]), r"layer types \['conv'\]"),
+            (make("BloomForCausalLM", "BloomConfig", n_layer=2, n_head=4), "of its own with ALiBi"),
+            (make("FalconForCausalLM", "FalconConfig", alibi=True), "of its own with ALiBi"),
+            (make("FalconForCausalLM", "FalconConfig", alibi=False), "of its own, which ignore"),
+            (make("MptForCausalLM", "MptConfig", d_model=64, n_heads=4, n_layers=2), "of its own with ALiBi"),
+            (
+                make("GPTJForCausalLM", "GPTJConfig", n_embd=64, n_layer=2, n_head=4, rotary_dim=8),
+                "attention classes of its own, which ignore transformers' AttentionInterface",
+            ),
             (
                 make(
                     "PhimoeForCausalLM",
@@ -264,7 +285,10 @@ class TestRefusals:
             (make("DiffLlamaForCausalLM", "DiffLlamaConfig"), "attends twice"),
             (make("DogeForCausalLM", "DogeConfig"), "own mask: True"),
         ],
-        ids=["qwen3_next", "llama4", "falcon_h1", "mamba", "bloom", "gptj", "phimoe", "diffllama", "doge"],
+        ids=[
+            *("qwen3_next", "llama4", "falcon_h1", "jamba", "mamba", "lfm2", "bloom", "falcon alibi", "falcon", "mpt"),
+            *("gptj", "phimoe", "diffllama", "doge"),
+        ],
     )
     def test_kind_is_named(self, model, kind):
         """Catches: a model that runs through the seam and is silently wrong on trees or after a chunk's end."""

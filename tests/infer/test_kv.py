@@ -160,7 +160,7 @@ class ScatteredEngine(CheckedEngine):
         return done
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "deepseek_v3", "gemma4"])
 def test_requests_run_on_scattered_pages(family):
     """Short requests leave between long ones, later long ones fill the gaps; pools are checked after every round."""
     target = shifted_target(family)

@@ -1,142 +1,153 @@
-"""The keyed noise, its law and its independence, and the filters against transformers' own."""
+"""The draw: filters against transformers' own, the laws that rejection rules read, ties and bad logits."""
 
 import itertools
 from typing import Any
 
 import pytest
 import torch
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from torch import Tensor
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from eagle3_kernels.sample_nodes import Purpose, greedy_nodes, gumbel, request_seed, sample_node, sample_nodes
-from eagle3_kernels.sample_nodes.reference import hash_words, mix, noise_integers, survivors, to_gumbel
-
-IDS = torch.arange(1 << 16)
-
-
-def chi_square(counts: torch.Tensor, expected: torch.Tensor) -> float:
-    """Standardised: about N(0, 1) under the law."""
-    statistic = ((counts - expected) ** 2 / expected).sum()
-    freedom = len(counts) - 1
-    return float((statistic - freedom) / (2 * freedom) ** 0.5)
-
-
-def test_integers_are_pinned():
-    """A kernel must make these very integers; so must later versions, or seeds lose their meaning."""
-    assert [mix(x) for x in (0, 1, 2, 0xFFFFFFFF)] == [0, 1753845952, 3507691905, 1734902346]
-    assert hash_words(1, 2, 3) == 3752019095
-    assert request_seed(0, 0) == 1297094717
-    assert noise_integers(7, Purpose.TARGET, 100, torch.tensor([0, 1, 49151])).tolist() == [
-        337811896,
-        861758183,
-        1459957036,
-    ]
-
-
-def test_mix_is_a_bijection_on_a_sample_and_stays_in_32_bits():
-    x = torch.arange(1 << 20)
-    mixed = mix(x)
-    assert len(mixed.unique()) == len(x)
-    assert 0 <= int(mixed.min()) <= int(mixed.max()) < 1 << 32
-    assert mix(12345) == int(mix(torch.tensor(12345)))
-
-
-@pytest.mark.parametrize("shift", [0, 8, 16, 24])
-def test_every_byte_of_the_noise_is_uniform(shift):
-    for seed, position in itertools.product((0, 1, 2**31), (0, 1, 1000)):
-        byte = (noise_integers(seed, Purpose.TARGET, position, IDS) >> shift) & 255
-        assert abs(chi_square(byte.bincount(minlength=256), torch.full((256,), len(IDS) / 256))) < 5
-
-
-def keys_that_differ_in_one_word() -> list[tuple[int, Purpose, int]]:
-    near = [(5, Purpose.TARGET, 9), (6, Purpose.TARGET, 9), (5, Purpose.TARGET, 10), (5, Purpose.DRAFT, 9)]
-    return [
-        *near,
-        (5, Purpose.ACCEPT, 9),
-        (5, Purpose.RESIDUAL, 9),
-        (9, Purpose.TARGET, 5),
-        (5 | 1 << 31, Purpose.TARGET, 9),
-    ]
-
-
-def test_noise_of_different_keys_is_uncorrelated():
-    draws = torch.stack([noise_integers(*key, IDS).double() for key in keys_that_differ_in_one_word()])
-    off_diagonal = torch.corrcoef(draws) - torch.eye(len(draws))
-    # 28 pairs of 65536 draws: five sigma
-    assert off_diagonal.abs().max() < 5 / len(IDS) ** 0.5
-    high_bits = [((a.long() ^ b.long()) >> 28).bincount(minlength=16) for a, b in itertools.combinations(draws, 2)]
-    assert max(abs(chi_square(c, torch.full((16,), len(IDS) / 16))) for c in high_bits) < 6
-
-
-def test_noise_along_positions_and_seeds_is_uniform():
-    """One token over many keys: what a law over runs sees."""
-    over_positions = torch.tensor([hash_words(3, Purpose.TARGET, p) for p in range(20000)])
-    over_prompts = torch.tensor([request_seed(0, prompt, turn) for prompt in range(10000) for turn in (0, 1)])
-    for words in (over_positions, over_prompts):
-        assert len(words.unique()) > 19990
-        noise = mix(words ^ mix(17))
-        assert abs(chi_square((noise >> 24).bincount(minlength=256), torch.full((256,), 20000 / 256))) < 5
-        neighbours = torch.corrcoef(torch.stack([noise[:-1].double(), noise[1:].double()]))[0, 1]
-        assert abs(neighbours) < 5 / 20000**0.5
-
-
-def test_request_seeds_differ_in_every_part():
-    seeds = {request_seed(*key) for key in itertools.product((0, 1, -1, 2**40), range(5), range(3), range(3))}
-    assert len(seeds) == 4 * 5 * 3 * 3
-
-
-def test_gumbel_moments_and_extremes():
-    noise = gumbel(1, Purpose.TARGET, 0, torch.arange(1 << 20)).double()
-    assert abs(noise.mean() - 0.5772157) < 0.005
-    assert abs(noise.var() - torch.pi**2 / 6) < 0.01
-    edges = to_gumbel(torch.tensor([0, 1, 2**31, 2**32 - 2, 2**32 - 1]))
-    assert edges.isfinite().all()
-    assert (edges.diff() <= 0).all()
-    # large noise, which argmax looks at, keeps its precision: -log(2^-33)
-    assert abs(edges[0] - 22.8739) < 1e-3
-
-
-@pytest.mark.parametrize(
-    "temperature, top_k, top_p", [(1.0, 0, 1.0), (0.6, 0, 1.0), (1.0, 5, 1.0), (1.0, 0, 0.8), (0.8, 6, 0.9)]
+from eagle3_kernels.sample_nodes import (
+    Filters,
+    draft_log_probs,
+    greedy_nodes,
+    perturbed_scores,
+    request_seed,
+    sample_node,
+    sample_nodes,
+    target_probs,
 )
-def test_draws_follow_the_processed_distribution(temperature, top_k, top_p):
-    logits = torch.randn(12, generator=torch.Generator().manual_seed(0)) * 1.5
-    law = processed(logits, temperature, top_k, top_p).softmax(-1)
-    draws = [sample_node(logits, temperature, top_k, top_p, request_seed(0, i), 5) for i in range(4000)]
-    counts = torch.tensor(draws).bincount(minlength=12).double()
-    assert counts[law == 0].sum() == 0
-    kept = law > 0
-    assert abs(chi_square(counts[kept], 4000 * law[kept].double())) < 4.5
+from eagle3_kernels.sample_nodes.filters import survivors, tempered
+
+SETTINGS = [
+    Filters(1.0),
+    Filters(0.6),
+    Filters(1.0, top_k=5),
+    Filters(1.0, top_p=0.8),
+    Filters(1.0, min_p=0.2),
+    Filters(0.8, 6, 0.9),
+    Filters(1.3, 7, 0.9, 0.1),
+]
 
 
-def processed(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> torch.Tensor:
+def processed(logits: Tensor, filters: Filters) -> Tensor:
     """transformers' own warpers in generate's order."""
-    warpers: list[Any] = [TemperatureLogitsWarper(temperature)]
-    if top_k:
-        warpers.append(TopKLogitsWarper(top_k))
-    if top_p < 1:
-        warpers.append(TopPLogitsWarper(top_p))
+    warpers: list[Any] = [TemperatureLogitsWarper(filters.temperature)]
+    if filters.top_k:
+        warpers.append(TopKLogitsWarper(filters.top_k))
+    if filters.top_p < 1:
+        warpers.append(TopPLogitsWarper(filters.top_p))
+    if filters.min_p:
+        warpers.append(MinPLogitsWarper(filters.min_p))
     scores = logits.float()[None]
     for warp in warpers:
         scores = warp(None, scores)
     return scores[0]
 
 
+def kept_by(scores: Tensor, filters: Filters) -> list[int]:
+    ids = survivors(scores, filters)
+    return list(range(len(scores))) if ids is None else ids.tolist()
+
+
+def noisy(vocab: int, spread: float = 1.5, seed: int = 0) -> Tensor:
+    return torch.randn(vocab, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+@pytest.mark.parametrize("filters", SETTINGS)
+def test_draws_follow_the_processed_distribution(filters):
+    """4000 draws over 12 tokens: each count within five standard deviations (84 counts: 5e-5 by chance)."""
+    logits, draws = noisy(12), 4000
+    law = processed(logits, filters).softmax(-1).double()
+    drawn = [sample_node(logits, filters, request_seed(0, i), 5) for i in range(draws)]
+    counts = torch.tensor(drawn).bincount(minlength=12)
+    assert counts[law == 0].sum() == 0
+    assert ((counts - draws * law).abs() <= 5 * (draws * law * (1 - law)).sqrt()).all()
+
+
 @pytest.mark.parametrize("vocab", [3, 300, 5000])
 @pytest.mark.parametrize("spread", [0.3, 3.0])
 def test_filters_keep_what_transformers_keeps(vocab, spread):
-    draw = torch.Generator().manual_seed(vocab)
-    for temperature, top_k, top_p in itertools.product((0.7, 1.3), (0, 1, 40, 10**6), (0.05, 0.5, 0.9, 0.999, 1.0)):
-        logits = torch.randn(vocab, generator=draw) * spread
-        expected = processed(logits, temperature, top_k, top_p).isfinite().nonzero().flatten().tolist()
-        ids = survivors(logits / temperature, top_k, top_p)
-        assert (list(range(vocab)) if ids is None else ids.tolist()) == expected
+    settings = itertools.product((0.7, 1.3), (0, 1, 40, 10**6), (0.05, 0.5, 0.9, 0.999, 1.0), (0.0, 0.02, 0.5, 1.0))
+    for seed, filters in enumerate(itertools.starmap(Filters, settings)):
+        logits = noisy(vocab, spread, seed)
+        expected = processed(logits, filters).isfinite().nonzero().flatten().tolist()
+        assert kept_by(tempered(logits, filters.temperature), filters) == expected
 
 
-def test_ties_at_the_top_k_boundary_are_kept_as_transformers_does():
-    logits = torch.tensor([1.0, 3.0, 2.0, 2.0, 0.0])
-    kept = survivors(logits, 2, 1.0)
-    assert kept is not None
-    assert kept.tolist() == processed(logits, 1.0, 2, 1.0).isfinite().nonzero().flatten().tolist()
+@pytest.mark.parametrize("filters", [Filters(1.0, top_k=2), Filters(1.0, min_p=0.3), Filters(1.0, top_k=3, min_p=1.0)])
+def test_ties_at_the_edge_of_top_k_and_min_p_stay_as_with_transformers(filters):
+    logits = torch.tensor([1.0, 3.0, 2.0, 2.0, 0.0, 3.0])
+    assert kept_by(logits, filters) == processed(logits, filters).isfinite().nonzero().flatten().tolist()
+
+
+@pytest.mark.parametrize("vocab", [40, 3000])
+def test_ties_at_the_edge_of_top_p_keep_the_lowest_ids(vocab):
+    """Logits in half steps, as bfloat16 makes them: the values are transformers', which leaves the ids open."""
+    for seed, top_p in itertools.product(range(5), (0.1, 0.3, 0.6, 0.95)):
+        scores = (noisy(vocab, 2.0, seed) * 2).round() / 2
+        filters = Filters(1.0, top_p=top_p)
+        kept = kept_by(scores, filters)
+        expected = processed(scores, filters)
+        assert scores[kept].sort().values.tolist() == expected[expected.isfinite()].sort().values.tolist()
+        edge = scores[kept].min()
+        assert (scores == edge).nonzero().flatten().tolist()[: int((scores[kept] == edge).sum())] == [
+            i for i in kept if scores[i] == edge
+        ]
+
+
+@pytest.mark.parametrize("filters", SETTINGS)
+def test_target_probabilities_are_the_processed_softmax(filters):
+    logits = noisy(300, 3.0)
+    expected = processed(logits, filters).double().softmax(-1)
+    assert torch.equal(target_probs(logits, filters, torch.float64), expected)
+    ours = target_probs(logits, filters)
+    assert ours.dtype == torch.float32
+    assert (ours == 0).tolist() == (expected == 0).tolist()
+    assert torch.allclose(ours.double(), expected, rtol=1e-5, atol=0)
+
+
+def test_target_probabilities_without_temperature_are_all_on_the_lowest_argmax():
+    logits = torch.tensor([1.0, 5.0, 5.0])
+    assert target_probs(logits, Filters(0.0, 2, 0.5, 0.5)).tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize("filters", SETTINGS)
+def test_probabilities_and_draws_are_of_one_law(filters):
+    """What the draw maximises is log p plus noise, up to a constant."""
+    logits = noisy(50)
+    p = target_probs(logits, filters, torch.float64)
+    ids, scores = perturbed_scores(logits, filters, 1, 2)
+    plain_ids, noise = perturbed_scores(torch.zeros(50), Filters(1.0), 1, 2)
+    assert plain_ids is None
+    kept = torch.arange(50) if ids is None else ids
+    assert kept.tolist() == p.nonzero().flatten().tolist()
+    constant = scores - noise[kept] - p[kept].log()
+    assert torch.allclose(constant, constant[0].expand_as(constant), atol=1e-5)
+
+
+@pytest.mark.parametrize("filters", SETTINGS)
+@pytest.mark.parametrize("vocab", [12, 3000])
+def test_draft_rows_are_filtered_as_each_row_alone(filters, vocab):
+    """Rows of any shape; where nothing ties, the tokens are those of the target's own filters."""
+    logits = torch.stack([noisy(vocab, 0.3 + seed, seed) for seed in range(6)]).view(2, 3, vocab)
+    log_q = draft_log_probs(logits, filters)
+    assert log_q.shape == logits.shape
+    for row, q in zip(logits.view(6, vocab), log_q.view(6, vocab).exp(), strict=True):
+        assert torch.allclose(q, target_probs(row, filters), rtol=1e-4, atol=1e-9)
+        assert torch.allclose(q, draft_log_probs(row, filters).exp(), rtol=1e-5, atol=1e-9)
+
+
+def test_a_greedy_draft_is_the_plain_log_softmax():
+    logits = noisy(20).bfloat16()
+    assert torch.equal(draft_log_probs(logits, Filters(0.0, 3, 0.5, 0.5)), logits.float().log_softmax(-1))
+    # what a draft ties at the edge is all kept
+    assert draft_log_probs(torch.tensor([1.0, 2.0, 2.0]), Filters(1.0, top_p=0.1)).isfinite().tolist() == [
+        False,
+        True,
+        True,
+    ]
 
 
 def test_greedy_takes_the_lowest_id_at_ties():
@@ -146,14 +157,11 @@ def test_greedy_takes_the_lowest_id_at_ties():
 
 
 def test_rows_with_their_own_parameters():
-    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
-    temperature, top_k, top_p = torch.tensor([0.0, 1.0, 0.7]), torch.tensor([0, 0, 5]), torch.tensor([1.0, 0.9, 1.0])
-    drawn = sample_nodes(logits, temperature, top_k, top_p, torch.tensor([1, 2, 3]), torch.tensor([10, 11, 12]))
-    one_by_one = [
-        sample_node(logits[r], *(float(temperature[r]), int(top_k[r]), float(top_p[r])), r + 1, 10 + r)
-        for r in range(3)
-    ]
-    assert drawn.tolist() == one_by_one
+    logits = torch.stack([noisy(50, seed=seed) for seed in range(4)])
+    filters = [Filters(), Filters(1.0, 0, 0.9), Filters(0.7, 5), Filters(0.9, min_p=0.1)]
+    drawn = sample_nodes(logits, filters, [1, 2, 3, 4], [10, 11, 12, 13])
+    assert drawn.tolist() == [sample_node(logits[r], filters[r], r + 1, 10 + r) for r in range(4)]
+    assert sample_nodes(logits[:0], [], [], []).tolist() == []
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -162,6 +170,10 @@ def test_logits_that_are_not_finite_raise_naming_the_dtype(bad):
     logits[1, 2] = bad
     with pytest.raises(FloatingPointError, match="float16"):
         greedy_nodes(logits)
-    with pytest.raises(FloatingPointError, match="float16"):
-        sample_node(logits[1], 1.0, 0, 1.0, 0, 0)
-    assert sample_node(torch.tensor([0.0, -torch.inf]), 1.0, 0, 1.0, 0, 0) == 0
+    for of_one in (lambda f: sample_node(logits[1], f, 0, 0), lambda f: target_probs(logits[1], f)):
+        with pytest.raises(FloatingPointError, match="float16"):
+            of_one(Filters(1.0))
+    # a forbidden token is no error
+    forbidden = torch.tensor([0.0, -torch.inf])
+    assert sample_node(forbidden, Filters(1.0), 0, 0) == 0
+    assert target_probs(forbidden, Filters(1.0, top_p=0.9)).tolist() == [1, 0]

@@ -1,7 +1,7 @@
-"""Tiny random targets of six families, in memory or on disk with a tokenizer and a chat template."""
+"""Tiny random targets of many families, in memory or on disk with a tokenizer and a chat template."""
 
 import json
-from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -26,29 +26,106 @@ CHAT_TEMPLATE = (
 )
 
 
-def _families() -> dict[str, Callable[..., Any]]:
-    import transformers as tf
-
-    return {
-        "llama": lambda **k: tf.LlamaForCausalLM(tf.LlamaConfig(**k)),
-        "mistral": lambda **k: tf.MistralForCausalLM(tf.MistralConfig(sliding_window=12, **k)),
-        "qwen2": lambda **k: tf.Qwen2ForCausalLM(tf.Qwen2Config(**k)),
-        "qwen3": lambda **k: tf.Qwen3ForCausalLM(tf.Qwen3Config(head_dim=32, tie_word_embeddings=True, **k)),
-        "gemma2": lambda **k: tf.Gemma2ForCausalLM(tf.Gemma2Config(head_dim=16, sliding_window=12, **k)),
-        "phi3": lambda **k: tf.Phi3ForCausalLM(tf.Phi3Config(pad_token_id=0, **k)),
-    }
-
-
+_ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"] * 4, "sliding_window": 12}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+# family -> (prefix of its classes, its text config, what differs)
+_MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("Llama", "LlamaConfig", {}),
+    "mistral": ("Mistral", "MistralConfig", {"sliding_window": 12}),
+    "qwen2": ("Qwen2", "Qwen2Config", {}),
+    "qwen3": ("Qwen3", "Qwen3Config", {"head_dim": 32, "tie_word_embeddings": True}),
+    "gemma2": ("Gemma2", "Gemma2Config", {"head_dim": 16, "sliding_window": 12}),
+    "phi3": ("Phi3", "Phi3Config", {"pad_token_id": 0}),
+    "gemma3": ("Gemma3", "Gemma3TextConfig", {"head_dim": 16, **_ALTERNATING}),
+    "gpt_oss": (
+        "GptOss",
+        "GptOssConfig",
+        {
+            **_ALTERNATING,
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e5,
+                "factor": 4.0,
+                "original_max_position_embeddings": 128,
+            },
+        },
+    ),
+    # multi-head latent attention: keys of 8 + 16, values of 16
+    "deepseek_v3": (
+        "DeepseekV3",
+        "DeepseekV3Config",
+        {
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 16,
+            "q_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 16,
+            "n_routed_experts": 8,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 3,
+            **_EXPERTS,
+        },
+    ),
+    "qwen3_moe": ("Qwen3Moe", "Qwen3MoeConfig", {"head_dim": 32, "num_experts": 8, **_EXPERTS}),
+    # full layers have one K/V head of twice the width; the last two layers use the K/V of earlier ones
+    "gemma4": (
+        "Gemma4",
+        "Gemma4TextConfig",
+        {
+            **_ALTERNATING,
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCAB,
+            "num_kv_shared_layers": 2,
+        },
+    ),
+    # windowed layers have sinks and twice the K/V heads; values are narrower than keys
+    "mimo_v2_flash": (
+        "MiMoV2Flash",
+        "MiMoV2FlashConfig",
+        {**_ALTERNATING, "head_dim": 24, "v_head_dim": 16, "n_routed_experts": 8, **_EXPERTS},
+    ),
+    # layers hand on four streams of hidden states
+    "gemma3n": (
+        "Gemma3n",
+        "Gemma3nTextConfig",
+        {
+            **_ALTERNATING,
+            "head_dim": 16,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCAB,
+            "num_kv_shared_layers": 2,
+            "laurel_rank": 8,
+            "activation_sparsity_pattern": [0.0] * 8,
+        },
+    ),
+}
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3")
+# sliding windows of layers in turn, sinks, keys wider than values, experts, layers of different K/V heads and widths
+UNEVEN_FAMILIES = ("gemma3", "gpt_oss", "deepseek_v3", "qwen3_moe", "gemma4", "mimo_v2_flash")
 
 
 def tiny_model(family: str = "llama", seed: int = 0, vocab_size: int = VOCAB, **changes: Any) -> Any:
     """A random fp32 transformers model; the same seed gives the same weights. No EOS unless `changes` name one."""
-    settings = {**_SIZES, "vocab_size": vocab_size, "eos_token_id": None, "bos_token_id": None, **changes}
+    import transformers
+
+    prefix, config_class, own = _MODELS[family]
+    nobody = {"eos_token_id": None, "bos_token_id": None}
+    # transformers writes into the lists and dicts that it is given
+    settings = deepcopy({**_SIZES, "vocab_size": vocab_size, **nobody, **own, **changes})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = _families()[family](**settings).float().eval()
-        if family == "gemma2":
+        config = getattr(transformers, config_class)(**settings)
+        model = getattr(transformers, f"{prefix}ForCausalLM")(config).float().eval()
+        if family.startswith("gemma"):
             # scaled, tied embeddings make a random model repeat its input for ever: break that
             torch.nn.init.normal_(model.model.embed_tokens.weight, std=0.02)
             torch.nn.init.normal_(model.model.norm.weight, std=2.0)

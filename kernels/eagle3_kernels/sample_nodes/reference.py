@@ -21,9 +21,7 @@ def greedy_nodes(logits: Tensor) -> Tensor:
     return token
 
 
-def sample_nodes(
-    logits: Tensor, filters: Sequence[Filters], seeds: Sequence[int], positions: Sequence[int]
-) -> Tensor:
+def sample_nodes(logits: Tensor, filters: Sequence[Filters], seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
     """The target's token per row of logits [R, V], int64 [R].
 
     Args:
