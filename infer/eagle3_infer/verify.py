@@ -87,7 +87,7 @@ class Replay:
         ids = torch.tensor([*request.prompt_ids, *prefix], device=self.target.device)
         rows = torch.arange(len(ids), device=ids.device)
         hidden = self.target.hidden(ids, rows, DenseCausal([len(ids)]))
-        return Sampler.of(request, self.target.eos_ids).gap(self.target.logits(hidden[-1]), len(ids), ids.tolist())
+        return Sampler.of(request).gap(self.target.logits(hidden[-1]), len(ids))
 
     def exact_models(self) -> tuple[Target, Eagle3Head | None]:
         """Target and head in fp32; copied once, where they are not."""

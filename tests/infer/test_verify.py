@@ -46,12 +46,9 @@ def test_broken_verification_is_a_bug(monkeypatch):
     target = Target(tiny_model("llama"))
     head, request = random_head(target), Request([5, 6, 7], max_new_tokens=12)
     plain = Engine(target).generate_one(request).token_ids
-
-    def any_child(token: int, children: list[int]) -> tuple[int, int]:
-        return (0 if children else -1), token
-
-    for module in ("eagle3_kernels.verify_tree.reference", "eagle3_infer.rules"):
-        monkeypatch.setattr(f"{module}.match", any_child)
+    monkeypatch.setattr(
+        "eagle3_kernels.verify_tree.reference._matching_child", lambda links, row, _: links.first_child[row]
+    )
     wrong = Engine(target, head, TREE).generate_one(request).token_ids
     found = Replay(target, head).explain(request, plain, wrong, TREE)
     assert found is not None
