@@ -5,8 +5,8 @@ position i with token i + 1 and has position i, so the first drafted level runs 
 """
 
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
@@ -14,57 +14,57 @@ from torch import Tensor
 
 from eagle3.heads.protocol import DraftHead
 from eagle3.target import Target
-from eagle3_infer.config import TreeConfig
+from eagle3_infer.config import RuleConfig, TreeConfig
 from eagle3_infer.kv import Block, KVPool, PagedContext
+from eagle3_infer.proposals import Proposals
+from eagle3_infer.running import Running
 from eagle3_kernels.build_tree import build_tree
 from eagle3_kernels.expand_level import expand_level, grow_mask
+from eagle3_kernels.sample_nodes import mixed_ids
 from eagle3_kernels.structures import Level, Tree
 
 
 @dataclass(frozen=True)
-class Committed:
-    """What one step of the target added, sequence after sequence.
+class Draft:
+    """Trees to verify.
 
     Args:
-        features: of the committed positions [T, F].
-        tokens: the token after each position [T]; a sequence's last one is its new root.
-        counts: rows per sequence.
-        slots: of each sequence.
-        before: K/V rows of each sequence before these.
-        levels: draft levels that are of use to each sequence.
+        log_q, target_ids: the distributions that drew their nodes [B, rows, Vd] (see Tree.source), and the target id
+            of every draft id [Vd]; kept for the rejection rule only.
     """
 
-    features: Tensor
-    tokens: Tensor
-    counts: list[int]
-    slots: list[int]
-    before: list[int]
-    levels: list[int]
+    tree: Tree
+    log_q: Tensor | None = None
+    target_ids: Tensor | None = None
 
-    @property
-    def lasts(self) -> list[int]:
-        """Each sequence's last row."""
-        return [end - 1 for end in accumulate(self.counts)]
+    @classmethod
+    def bare(cls, tokens: Sequence[int], device: torch.device) -> "Draft":
+        """Roots alone."""
+        return cls(Tree.bare(torch.tensor(tokens, dtype=torch.int64, device=device)))
 
-    @property
-    def roots(self) -> Tensor:
-        """[B]"""
-        return self.tokens[self.lasts]
-
-    @property
-    def after(self) -> list[int]:
-        return [length + count for length, count in zip(self.before, self.counts, strict=True)]
+    def q(self, slot: int, row: int, vocab_size: int) -> Tensor:
+        """The law [V] over target ids that drew the children of a tree row."""
+        tree, log_q, target_ids = self.tree, self.log_q, self.target_ids
+        assert log_q is not None and target_ids is not None and tree.source is not None
+        drawn = log_q[slot, tree.source[slot, tree.first_child[slot, row]]].exp()
+        return drawn.new_zeros(vocab_size).index_copy_(0, target_ids, drawn)
 
 
 class Drafter:
     """Drafts a tree below every root with the head; its K/V pool holds true features up to the roots.
 
+    Args:
+        most_rows: that the head reads in one forward.
     Attributes:
         tree: as asked for, but no wider than the draft vocabulary.
+        target_ids: target id of every draft id [Vd].
     """
 
-    def __init__(self, target: Target, head: DraftHead, tree: TreeConfig):
-        self.target, self.head, self.tree = target, head, tree.narrowed(head.draft_vocab_size)
+    def __init__(self, target: Target, head: DraftHead, tree: TreeConfig, rule: RuleConfig, most_rows: int):
+        self.target, self.head, self.rule, self.most_rows = target, head, rule, most_rows
+        self.tree = tree.narrowed(head.draft_vocab_size)
+        self.target_ids = head.to_target(torch.arange(head.draft_vocab_size, device=target.device))
+        self._mixed_ids = mixed_ids(self.target_ids)
         if tree.top_k > head.draft_vocab_size:
             warnings.warn(
                 f"tree top_k {tree.top_k} is more than the draft vocabulary of {head.draft_vocab_size}; "
@@ -72,64 +72,109 @@ class Drafter:
                 stacklevel=3,
             )
 
-    def first_step(self, pool: KVPool, committed: Committed) -> Tensor:
-        """Overwrite the head's K/V of committed rows with true features; h [B, H] of each last row, the root's."""
-        device = committed.tokens.device
-        positions = [torch.arange(a, b, device=device) for a, b in zip(committed.before, committed.after, strict=True)]
-        blocks = [
-            Block(pool.view([slot], [before], (row - before)[None], queries=1), len(row))
-            for slot, before, row in zip(committed.slots, committed.before, positions, strict=True)
-        ]
+    def read(self, pool: KVPool, sequences: Sequence[Running]) -> Tensor:
+        """The first draft step: the head's K/V of all committed rows that it has not seen, with true features.
+
+        Returns:
+            h [S, H] of each sequence's last row: the root's, where the sequence decodes.
+        """
+        states: dict[int, Tensor] = {}
+        for batch in _batches(sequences, self.most_rows):
+            h = self._read_rows(pool, batch)
+            states |= {sequence.slot: row for (sequence, _), row in zip(batch, h, strict=True)}
+        return torch.stack([states[sequence.slot] for sequence in sequences])
+
+    def _read_rows(self, pool: KVPool, batch: list[tuple[Running, int]]) -> Tensor:
+        device = self.target.device
+        features, tokens, positions, blocks = [], [], [], []
+        for sequence, rows in batch:
+            before = sequence.head_length
+            row = torch.arange(rows, device=device)
+            blocks.append(Block(pool.view([sequence.slot], [before], row[None], queries=1), rows))
+            positions.append(row + before)
+            part, following = sequence.read(rows)
+            features.append(part)
+            tokens += following
+        ends = list(accumulate(rows for _, rows in batch))
         return self.head.step(
-            self.head.start(committed.features),
-            self.head.embed(committed.tokens, self.target),
+            self.head.start(torch.cat(features)),
+            self.head.embed(torch.tensor(tokens, device=device), self.target),
             torch.cat(positions),
             PagedContext(pool, blocks),
-            query_rows=torch.tensor(committed.lasts, device=device),
+            query_rows=torch.tensor([end - 1 for end in ends], device=device),
         )
 
-    def levels(self, pool: KVPool, committed: Committed, h: Tensor) -> list[Level]:
-        """Candidates of all levels that are of use; each frontier runs once, over its ancestors only. h [B, H]."""
-        depth = min(self.tree.depth, max(committed.levels))
+    def levels(self, pool: KVPool, sequences: Sequence[Running], h: Tensor) -> "Levels":
+        """Candidates of all levels that are of use; each frontier runs once, over its ancestors only.
+
+        Args:
+            h: of each sequence's root [B, H]; the head's pool holds all rows before the roots.
+        """
+        useful = [sequence.useful_levels for sequence in sequences]
+        drafted = Levels(useful)
+        depth = min(self.tree.depth, max(useful))
         if depth < 1:
-            return []
-        h, frontier = h[:, None], _Frontier(pool, committed.slots, committed.after)
-        level = self._expand(h, torch.zeros(h.shape[:2], device=h.device))
-        levels = [level]
-        while len(levels) < depth:
+            return drafted
+        propose = Proposals(self.rule, [s.sampler for s in sequences], [s.length for s in sequences], self._mixed_ids)
+        frontier = _Frontier(pool, [s.slot for s in sequences], [s.head_length for s in sequences])
+        h = h[:, None]
+        level = self._expand(propose, h, torch.zeros(h.shape[:2], device=h.device), drafted)
+        while len(drafted.levels) < depth:
             parents = level.frontier_parents.unsqueeze(-1).expand(-1, -1, h.shape[-1])
             h = self._run(frontier, h.gather(1, parents), level)
-            level = self._expand(h, level.frontier_scores)
-            levels.append(level)
-        return levels
+            level = self._expand(propose, h, level.frontier_scores, drafted)
+        return drafted
 
-    def build(self, committed: Committed, levels: list[Level]) -> Tree:
+    def build(self, roots: Sequence[int], drafted: "Levels") -> Draft:
         """The best nodes of all candidates below each root.
 
         Raises:
             FloatingPointError: logits of the head that are not finite.
         """
-        if not levels:
-            return Tree.bare(committed.roots)
-        limits = torch.tensor(committed.levels, device=committed.tokens.device)
-        tree = build_tree(
-            committed.roots, levels, self.tree.nodes, limits if min(committed.levels) < len(levels) else None
-        )
+        device = self.target.device
+        if not drafted.levels:
+            return Draft.bare(roots, device)
+        tokens = torch.tensor(roots, dtype=torch.int64, device=device)
+        shallow = min(drafted.useful) < len(drafted.levels)
+        deepest = torch.tensor(drafted.useful, device=device) if shallow else None
+        tree = build_tree(tokens, drafted.levels, self.tree.nodes, deepest)
         if tree.scores.isnan().any():
             dtype = str(self.target.dtype).removeprefix("torch.")
             raise FloatingPointError(f"the head's logits are not finite in {dtype}; try bfloat16 or float32")
-        return tree
+        log_q = torch.cat(drafted.log_q, 1) if drafted.log_q else None
+        return Draft(tree, log_q, None if log_q is None else self.target_ids)
 
-    def _expand(self, h: Tensor, scores: Tensor) -> Level:
-        log_q = self.head.logits(h).float().log_softmax(-1)
-        level = expand_level(log_q, scores, self.tree.top_k)
-        return level._replace(tokens=self.head.to_target(level.tokens))
+    def _expand(self, propose: Proposals, h: Tensor, scores: Tensor, drafted: "Levels") -> Level:
+        """Add the level below a frontier with states h [B, M, H] and path scores [B, M]."""
+        number = len(drafted.levels) + 1
+        keys, edge, log_q = propose(self.head.logits(h), number)
+        weight = self.tree.level_weight ** (number - 1)
+        weigh = None if weight == 1 else lambda edges: edges * weight
+        level = expand_level(keys, scores, self.tree.top_k, edge, weigh)
+        level = level._replace(tokens=self.target_ids[level.tokens])
+        drafted.levels.append(level)
+        if propose.keeps_q:
+            drafted.log_q.append(log_q)
+        return level
 
     def _run(self, frontier: "_Frontier", h: Tensor, level: Level) -> Tensor:
         """One head step over a level's frontier [B, M, H]."""
         positions, ctx = frontier.extend(level.frontier_parents)
         embeds = self.head.embed(level.frontier_tokens.flatten(), self.target)
         return self.head.step(h.flatten(0, 1), embeds, positions, ctx).unflatten(0, h.shape[:2])
+
+
+@dataclass
+class Levels:
+    """What a round drafted: levels, and the laws that drew them where they are kept.
+
+    Args:
+        useful: draft levels that are of use to each slot.
+    """
+
+    useful: list[int]
+    levels: list[Level] = field(default_factory=list)
+    log_q: list[Tensor] = field(default_factory=list)
 
 
 class _Frontier:
@@ -150,3 +195,19 @@ class _Frontier:
         view = self.pool.view(self.slots, self.lens, levels, self.mask, queries=width)
         positions = (view.lens.long() + depth).repeat_interleave(width)
         return positions, PagedContext(self.pool, [Block(view, width)])
+
+
+def _batches(sequences: Sequence[Running], most_rows: int) -> Iterator[list[tuple[Running, int]]]:
+    """All unread rows in order, `most_rows` at a time; a long backlog is cut."""
+    batch, left = [], most_rows
+    for sequence in sequences:
+        unread = sequence.unread
+        while unread:
+            rows = min(left, unread)
+            batch.append((sequence, rows))
+            left, unread = left - rows, unread - rows
+            if not left:
+                yield batch
+                batch, left = [], most_rows
+    if batch:
+        yield batch

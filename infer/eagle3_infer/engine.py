@@ -7,26 +7,24 @@ is the same round with bare roots; a chain is a tree with one child per node.
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import torch
-from torch import Tensor
 
 from eagle3.errors import ConfigError, Eagle3Error
 from eagle3.heads.protocol import DraftHead
 from eagle3.target import Target
-from eagle3_infer.config import EngineConfig, TreeConfig
-from eagle3_infer.drafter import Committed, Drafter
+from eagle3_infer.config import EngineConfig, RuleConfig, TreeConfig
+from eagle3_infer.drafter import Draft, Drafter
 from eagle3_infer.kv import KVPool, PoolLayout, probe_shapes
 from eagle3_infer.metrics import StageClock
-from eagle3_infer.request import Request, Result
-from eagle3_infer.running import Running
+from eagle3_infer.request import Request, Result, Update
+from eagle3_infer.running import CANCELLED, Chunk, Running
 from eagle3_infer.scheduler import Scheduler
 from eagle3_infer.verifier import Accepted, Forward, Verifier
 from eagle3_kernels.relocate_kv import relocate_kv
-from eagle3_kernels.structures import FirstStep, Tree
 
-__all__ = ["Engine", "Request", "Result"]
+__all__ = ["Engine", "Request", "Result", "Update"]
 
 
 class Engine:
@@ -34,8 +32,9 @@ class Engine:
 
     Args:
         head, tree: both, or neither for plain decoding.
+        rule: how drafts are drawn and accepted; None = match, which emits plain decoding's very tokens.
     Raises:
-        ConfigError: one without the other, or a tree deeper than the target has positions.
+        ConfigError: a head without a tree or the reverse, or a tree deeper than the target has positions.
         CheckpointError: a head for another target.
     """
 
@@ -45,20 +44,23 @@ class Engine:
         head: DraftHead | None = None,
         tree: TreeConfig | None = None,
         config: EngineConfig | None = None,
+        rule: RuleConfig | None = None,
     ):
         if (head is None) != (tree is None):
             given, lacking = ("tree", "head") if head is None else ("head", "tree")
             raise ConfigError(f"the engine has a {given} but no {lacking}; give both, or neither for plain decoding")
+        config, rule = config or EngineConfig(), rule or RuleConfig()
         self.target = target
         self.drafter = None
         if head is not None and tree is not None:
             tree.check_positions(target.max_positions)
             head.check_target(target)
-            self.drafter = Drafter(target, head, tree)
+            self.drafter = Drafter(target, head, tree, rule, config.prefill_rows)
             tree = self.drafter.tree
-        self.verifier = Verifier(target, self.drafter.head.capture_layers if self.drafter else ())
-        self.scheduler = Scheduler(target, self._layouts(), tree, config or EngineConfig())
-        self.trees = self._bare_trees()
+        self.verifier = Verifier(target, self.drafter.head.capture_layers if self.drafter else (), rule)
+        self.scheduler = Scheduler(target, self._layouts(), tree, config)
+        self.draft = Draft.bare([], target.device)
+        self._cancelled: set[int] = set()
         self._in_use = threading.Lock()
 
     @torch.inference_mode()
@@ -115,77 +117,103 @@ class Engine:
     def generate_one(self, request: Request) -> Result:
         return self.generate([request])[0]
 
-    @torch.inference_mode()
     def generate(
         self, requests: Iterable[Request], on_result: Callable[[int, Result], None] | None = None
     ) -> list[Result]:
         """Run all requests, as many at once as there are slots; results come in the order of the requests.
 
         Args:
-            on_result: called with (index, result) as each request finishes; may not use this engine.
+            on_result: called with (index, result) as each request finishes; may cancel others, not run this engine.
         Raises:
             ConfigError: a request that the target or the pools cannot hold.
             Eagle3Error: logits that are not finite.
             RuntimeError: this engine runs already.
         """
+        results = {}
+        # closed at once when on_result raises: an abandoned iterator would hold the engine
+        with closing(self.stream(requests)) as updates:
+            for number, _, result in updates:
+                if result is not None:
+                    results[number] = result
+                    if on_result is not None:
+                        on_result(number, result)
+        return [results[number] for number in sorted(results)]
+
+    @torch.inference_mode()
+    def stream(self, requests: Iterable[Request]) -> Iterator[Update]:
+        """Run all requests and tell after each round what it emitted; closing the iterator ends the run.
+
+        Raises:
+            As `generate` does.
+        """
         requests = list(requests)
         with self._alone():
-            return self._run(requests, on_result)
+            self._prepare(requests)
+            waiting = deque(enumerate(requests))
+            try:
+                while waiting or self.scheduler.busy:
+                    for sequence in self.step(waiting):
+                        result = sequence.result() if sequence.finish_reason else None
+                        yield Update(sequence.number, sequence.take(), result)
+            except FloatingPointError as error:
+                raise Eagle3Error(str(error)) from error
+            finally:
+                self.scheduler.reset()
+                self.draft = Draft.bare([], self.target.device)
+                self._cancelled.clear()
 
-    def _run(self, requests: list[Request], on_result: Callable[[int, Result], None] | None) -> list[Result]:
-        self._prepare(requests)
-        waiting, results = deque(enumerate(requests)), {}
-        try:
-            while waiting or self.running:
-                for done in self.step(waiting):
-                    results[done.number] = done.result()
-                    if on_result is not None:
-                        on_result(done.number, results[done.number])
-        except FloatingPointError as error:
-            raise Eagle3Error(str(error)) from error
-        finally:
-            self.scheduler.reset()
-            self.trees = self._bare_trees()
-        return [results[number] for number in range(len(requests))]
+    def cancel(self, number: int) -> None:
+        """End request `number` of the run with the next round; it keeps what it has emitted.
+
+        May be called by the consumer of `stream`, from `on_result` or from another thread; no effect on a request that
+        is done.
+        """
+        self._cancelled.add(number)
 
     def step(self, waiting: deque[tuple[int, Request]]) -> list[Running]:
-        """One round for all running requests and the first one for those that join; returns those that are done."""
+        """One round for all that run and read; returns those that emitted or ended."""
         clock = StageClock(self.target.device)
-        joined = self.scheduler.admit(waiting)
-        everyone = [*self.running, *joined]
-        committed = self._verify(clock, joined)
-        done = [sequence for sequence in everyone if sequence.finish_reason]
-        self._draft(clock, committed, joined)
-        self.scheduler.release(sequence.slot for sequence in done)
+        self.scheduler.admit(waiting)
+        everyone = [*self.running, *self.scheduler.reading]
+        self._verify(clock, self.scheduler.chunks())
+        self._draft(clock)
+        self.scheduler.release(sequence.slot for sequence in everyone if sequence.finish_reason)
         clock.rest([sequence.metrics for sequence in everyone])
-        return done
-
-    def _bare_trees(self) -> Tree:
-        roots = [sequence.root for sequence in self.running]
-        return Tree.bare(torch.tensor(roots, dtype=torch.int64, device=self.target.device))
+        return [sequence for sequence in everyone if sequence.finish_reason or sequence.untold]
 
     # verify -> accept -> relocate
 
-    def _verify(self, clock: StageClock, joined: list[Running]) -> Committed | None:
+    def _verify(self, clock: StageClock, chunks: list[Chunk]) -> None:
         """Run the target, emit what it accepts, keep the accepted rows; the sequences that go on are then running."""
-        running, parents = self.running, self.trees.used_parents()
+        parents = self.draft.tree.used_parents()
         counts = [len(rows) for rows in parents]
-        old, new = ([s.metrics for s in group] for group in (running, joined))
-        with clock.stage(("verify", old, sum(counts)), ("prefill", new, sum(s.prompt_length for s in joined))):
-            forward = self.verifier.forward(self.pools[0], self.trees, counts, running, joined)
+        old, new = [s.metrics for s in self.running], [chunk.sequence.metrics for chunk in chunks]
+        with clock.stage(("verify", old, sum(counts)), ("prefill", new, sum(chunk.rows for chunk in chunks))):
+            forward = self.verifier.forward(self.pools[0], self.draft.tree, counts, self.running, chunks)
         with clock.stage(("accept", old, len(old)), ("prefill", new, len(new))):
-            accepted = self.verifier.accept(forward, self.trees, running)
-            self._emit(accepted, parents, joined, self.verifier.first_tokens(forward, joined))
+            accepted = self.verifier.accept(forward, self.draft, self.running)
+            self._emit(accepted, parents)
+            self._emit_first(forward, chunks)
         with clock.stage(("relocate", old, 1)):
             self._relocate(accepted)
-        return self._commit(forward, accepted, joined)
+        self._commit(forward, accepted, chunks)
 
-    def _emit(self, accepted: Accepted, parents: list[list[int]], joined: list[Running], firsts: list[int]) -> None:
-        for sequence, rows, run in zip(self.running, parents, accepted.runs, strict=True):
-            kept = sequence.emit(run)
+    def _emit(self, accepted: Accepted, parents: list[list[int]]) -> None:
+        for sequence, rows, run, logprobs in zip(self.running, parents, accepted.runs, accepted.logprobs, strict=True):
+            if sequence.number in self._cancelled:
+                sequence.finish_reason = CANCELLED
+                continue
+            kept = sequence.emit(run, logprobs)
             sequence.metrics.count_round(rows, len(run) - 1, kept)
-        for sequence, token in zip(joined, firsts, strict=True):
-            sequence.emit([token])
+
+    def _emit_first(self, forward: Forward, chunks: list[Chunk]) -> None:
+        """The tokens after the prompts that end in this round."""
+        sequences = [chunk.sequence for chunk in chunks if chunk.last]
+        for sequence, (token, logprobs) in zip(sequences, self.verifier.first_tokens(forward, sequences), strict=True):
+            sequence.emit([token], logprobs)
+        for sequence in self.scheduler.reading:
+            if sequence.number in self._cancelled and not sequence.finish_reason:
+                sequence.finish_reason = CANCELLED
 
     def _relocate(self, accepted: Accepted) -> None:
         """Close the gaps between accepted rows; most paths have none."""
@@ -199,55 +227,40 @@ class Engine:
             lens = torch.tensor([s.length for s in sequences], device=self.target.device)
             relocate_kv(pool.tensors, pool.table[[s.slot for s in sequences]], lens, accepted.walk.path[moving])
 
-    def _commit(self, forward: Forward, accepted: Accepted, joined: list[Running]) -> Committed | None:
-        """Count the kept rows as committed, and collect the first draft step's inputs of those that go on."""
-        staying = [b for b, sequence in enumerate(self.running) if not sequence.finish_reason]
-        joining = [i for i, sequence in enumerate(joined) if not sequence.finish_reason]
-        sequences = [*(self.running[b] for b in staying), *(joined[i] for i in joining)]
-        counts = [*(len(accepted.paths[b]) for b in staying), *(joined[i].prompt_length for i in joining)]
-        committed = None
-        if sequences and self.drafter is not None:
-            starts = forward.starts[len(self.running) :]
-            rows, tokens = _first_rows(accepted.step, staying)
-            for i in joining:
-                rows.append(torch.arange(starts[i], starts[i] + joined[i].prompt_length, device=self.target.device))
-                tokens.append(torch.tensor(joined[i].tokens[1:], device=self.target.device))
-            committed = Committed(
-                features=self.verifier.capture.features[torch.cat(rows)],
-                tokens=torch.cat(tokens),
-                counts=counts,
-                slots=[s.slot for s in sequences],
-                before=[s.head_length for s in sequences],
-                levels=[s.useful_levels for s in sequences],
-            )
-        for sequence, count in zip(sequences, counts, strict=True):
-            sequence.length += count
-            if committed is not None:
-                sequence.head_length += count
-        self.scheduler.running = sequences
-        return committed
+    def _commit(self, forward: Forward, accepted: Accepted, chunks: list[Chunk]) -> None:
+        """Count the kept rows as committed and keep their features for the head; prompts that were read now run."""
+        starts = forward.starts[len(self.running) :]
+        kept = [
+            *zip(self.running, accepted.features, strict=True),
+            *((c.sequence, range(start, start + c.rows)) for c, start in zip(chunks, starts, strict=True)),
+        ]
+        kept = [(sequence, rows) for sequence, rows in kept if not sequence.finish_reason]
+        for sequence, rows in kept:
+            sequence.length += len(rows)
+        if self.drafter is not None and kept:
+            rows = torch.tensor([row for _, rows in kept for row in rows], device=self.target.device)
+            parts = self.verifier.capture.features[rows].split([len(rows) for _, rows in kept])
+            for (sequence, _), part in zip(kept, parts, strict=True):
+                sequence.backlog.append(part)
+        self.scheduler.advance()
 
     # first step -> levels -> tree
 
-    def _draft(self, clock: StageClock, committed: Committed | None, joined: list[Running]) -> None:
-        if committed is None or self.drafter is None:
-            self.trees = self._bare_trees()
+    def _draft(self, clock: StageClock) -> None:
+        roots = [sequence.root for sequence in self.running]
+        self.draft = Draft.bare(roots, self.target.device)
+        everyone = [s for s in (*self.running, *self.scheduler.reading) if s.unread]
+        if self.drafter is None or not everyone:
             return
         # a joining request's prompt goes through the head too: that is its prefill
-        everyone = [sequence.metrics for sequence in self.running]
-        stayed = len(everyone) - sum(not sequence.finish_reason for sequence in joined)
-        old, new = sum(committed.counts[:stayed]), sum(committed.counts[stayed:])
-        with clock.stage(("draft", everyone[:stayed], old), ("prefill", everyone[stayed:], new)):
-            h = self.drafter.first_step(self.pools[1], committed)
-        with clock.stage(("draft", everyone, 1)):
-            levels = self.drafter.levels(self.pools[1], committed, h)
-        with clock.stage(("tree_build", everyone, 1)):
-            self.trees = self.drafter.build(committed, levels)
-
-
-def _first_rows(step: FirstStep, slots: list[int]) -> tuple[list[Tensor], list[Tensor]]:
-    """Feature rows and next tokens of these slots' accepted paths: the real rows of the fixed window."""
-    if not slots:
-        return [], []
-    real = torch.arange(step.rows.shape[1], device=step.rows.device) < step.count[slots, None]
-    return [step.rows[slots][real]], [step.tokens[slots][real].long()]
+        groups = [("draft", [s for s in everyone if not s.fresh]), ("prefill", [s for s in everyone if s.fresh])]
+        shares = [(stage, [s.metrics for s in group], sum(s.unread for s in group)) for stage, group in groups]
+        with clock.stage(*shares):
+            h = self.drafter.read(self.pools[1], everyone)
+        if not roots:
+            return
+        metrics = [sequence.metrics for sequence in self.running]
+        with clock.stage(("draft", metrics, 1)):
+            drafted = self.drafter.levels(self.pools[1], self.running, h[: len(roots)])
+        with clock.stage(("tree_build", metrics, 1)):
+            self.draft = self.drafter.build(roots, drafted)

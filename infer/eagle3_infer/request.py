@@ -1,8 +1,9 @@
 """What a user asks of the engine and what comes back. Imports no torch."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any
+from typing import Any, NamedTuple
 
 from eagle3.errors import ConfigError
 from eagle3_infer.config import SamplingConfig
@@ -20,6 +21,8 @@ class Request:
         prompt_id, turn, sample: with the run's seed they key the noise.
         eos_ids: ids that end the output; None = the target's.
         forced: tokens that the target is made to emit first (replays of a known output).
+        logprobs: whether the result carries log-probabilities.
+        processors: more logits processors (see eagle3_infer.processors), applied before the temperature.
     Raises:
         ConfigError: a field of another type, or out of range.
     """
@@ -33,6 +36,8 @@ class Request:
     sample: int = 0
     eos_ids: tuple[int, ...] | None = None
     forced: tuple[int, ...] = ()
+    logprobs: bool = False
+    processors: tuple[Callable[..., Any], ...] = ()
 
     def __post_init__(self):
         for name in ("prompt_id", "turn", "sample", "max_new_tokens"):
@@ -72,12 +77,13 @@ class Result:
 
     Args:
         token_ids: emitted tokens, up to and including the EOS or the token that completes a stop string.
-        finish_reason: eos, stop or length.
+        finish_reason: eos, stop, length or cancelled.
         run_lengths: tokens emitted per round, after trimming at the stop.
         offered_by_level, accepted_by_level: draft nodes verified and accepted per level, before trimming.
         nodes: draft nodes verified.
         path_conflict: leaf pairs that part at level 1, and all leaf pairs.
         seconds: this request's share of each stage.
+        logprobs: of each token by the model's raw logits (temperature 1, no processors); None if not asked for.
     """
 
     token_ids: list[int]
@@ -89,7 +95,16 @@ class Result:
     accepted_by_level: list[int] = field(default_factory=list)
     nodes: int = 0
     path_conflict: tuple[int, int] = (0, 0)
+    logprobs: list[float] | None = None
 
     @property
     def rounds(self) -> int:
         return len(self.run_lengths)
+
+
+class Update(NamedTuple):
+    """What request `number` of a stream emitted in a round; its result comes with the last of its updates."""
+
+    number: int
+    token_ids: list[int]
+    result: Result | None

@@ -1,52 +1,88 @@
-"""A request's draw of the target's token: its parameters, its seed, and the replayed tokens before them."""
+"""A request's draw of the target's token: its processors, filters and seed, and the replayed tokens before them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from eagle3_infer.processors import Processor, build_processors
 from eagle3_infer.request import Request
-from eagle3_kernels.sample_nodes import Filters, perturbed_scores, request_seed, sample_node, sample_nodes
+from eagle3_kernels.sample_nodes import Filters, perturbed_scores, request_seed, sample_node
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """Draws by the match rule: a function of logits, request and absolute position alone."""
+    """Draws by the match rule: a function of logits, request, prefix and absolute position alone.
+
+    Args:
+        processors: change logits by the prefix; none where the request asks for none.
+        logprobs: whether the emitted tokens' log-probabilities are wanted.
+    """
 
     filters: Filters
     seed: int
     forced: tuple[int, ...]
     prompt_length: int
+    processors: tuple[Processor, ...] = ()
+    logprobs: bool = False
 
     @classmethod
-    def of(cls, request: Request) -> "Sampler":
-        s = request.sampling
-        seed = request_seed(s.seed, request.prompt_id, request.turn, request.sample)
-        filters = Filters(s.temperature, s.top_k, s.top_p, s.min_p)
-        return cls(filters, seed, request.forced, len(request.prompt_ids))
+    def of(cls, request: Request, eos_ids: Sequence[int] = ()) -> "Sampler":
+        """The sampler of a request.
+
+        Args:
+            eos_ids: what `min_tokens` forbids.
+        Raises:
+            ConfigError: a processor that is not known to be pure.
+        """
+        s, prompt_length = request.sampling, len(request.prompt_ids)
+        return cls(
+            Filters(s.temperature, s.top_k, s.top_p, s.min_p),
+            request_seed(s.seed, request.prompt_id, request.turn, request.sample),
+            request.forced,
+            prompt_length,
+            build_processors(s, prompt_length, eos_ids, request.processors),
+            request.logprobs,
+        )
 
     @property
     def greedy(self) -> bool:
         return self.filters.temperature == 0
+
+    @property
+    def plain_greedy(self) -> bool:
+        """Whether the largest raw logit is all that is ever asked."""
+        return self.greedy and not (self.processors or self.forced or self.logprobs)
 
     def forced_token(self, position: int) -> int | None:
         """The token that a replay prescribes at an absolute position, if any."""
         index = position - self.prompt_length
         return self.forced[index] if index < len(self.forced) else None
 
-    def draw(self, logits: Tensor, position: int) -> int:
-        """The token at `position` from its logits [V]."""
-        return sample_node(logits, self.filters, self.seed, position)
+    def process(self, logits: Tensor, prefix: Sequence[int]) -> Tensor:
+        """Logits [V] after this request's processors, given all tokens before the one that is drawn."""
+        for processor in self.processors:
+            logits = processor(prefix, logits.float())
+        return logits
 
-    def gap(self, logits: Tensor, position: int) -> float:
+    def draw(self, processed: Tensor, position: int) -> int:
+        """The token at `position` from processed logits [V]."""
+        return sample_node(processed, self.filters, self.seed, position)
+
+    def choose(self, logits: Tensor, position: int, prefix: Sequence[int]) -> int:
+        """The target's token at `position` from raw logits [V]."""
+        forced = self.forced_token(position)
+        return self.draw(self.process(logits, prefix), position) if forced is None else forced
+
+    def gap(self, logits: Tensor, position: int, prefix: Sequence[int]) -> float:
         """How far the drawn token leads the runner-up, noise included (inf where only one can be drawn)."""
-        _, scores = perturbed_scores(logits, self.filters, self.seed, position)
+        _, scores = perturbed_scores(self.process(logits, prefix), self.filters, self.seed, position)
         best = scores.topk(min(2, len(scores))).values
         return float(best[0] - best[1]) if len(best) == 2 else float("inf")
 
 
-def draw_all(samplers: Sequence[Sampler], logits: Tensor, positions: Sequence[int]) -> list[int]:
-    """The token of every row of logits [R, V], each with its own sampler and position."""
-    drawn = sample_nodes(logits, [s.filters for s in samplers], [s.seed for s in samplers], positions).tolist()
-    forced = [s.forced_token(at) for s, at in zip(samplers, positions, strict=True)]
-    return [token if fixed is None else fixed for token, fixed in zip(drawn, forced, strict=True)]
+def log_prob(logits: Tensor, token: int) -> float:
+    """Log-probability of a token by the model's raw logits [V], at temperature 1."""
+    logits = logits.float()
+    return float(logits[token] - torch.logsumexp(logits, 0))

@@ -5,13 +5,14 @@ Knows rows, pages and slots, nothing of tokens' meaning or of trees but their si
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 from eagle3.errors import ConfigError
 from eagle3.target import Target
 from eagle3_infer.config import EngineConfig, TreeConfig
 from eagle3_infer.kv import KVPool, PoolLayout
 from eagle3_infer.request import Request
-from eagle3_infer.running import Running
+from eagle3_infer.running import Chunk, Running
 from eagle3_infer.sampling import Sampler
 from eagle3_infer.stops import Stops
 
@@ -21,13 +22,15 @@ class Scheduler:
 
     Attributes:
         pools: empty before the first `reserve`.
-        running: sequences in slots, in the order of their trees.
+        running: sequences that decode, in the order of their trees.
+        reading: sequences whose prompts are not read to the end.
     """
 
     def __init__(self, target: Target, layouts: Sequence[PoolLayout], tree: TreeConfig | None, config: EngineConfig):
         self.target, self.layouts, self.tree, self.config = target, layouts, tree, config
         self.pools: list[KVPool] = []
         self.running: list[Running] = []
+        self.reading: list[Running] = []
         both = (config.page_size, config.pages), (config.head_page_size or config.page_size, config.head_pages)
         self._models, self._limits = ("target", "head")[: len(layouts)], both[: len(layouts)]
 
@@ -38,8 +41,13 @@ class Scheduler:
             odd = [i for i in ids if not 0 <= i < vocab]
             if odd:
                 raise ConfigError(f"{name} {holds} token id {odd[0]}; the target's ids are 0 .. {vocab - 1}")
+        for token in (*(token for token, _ in request.sampling.logit_bias), *chain(*request.sampling.bad_words)):
+            if not 0 <= token < vocab:
+                raise ConfigError(f"{name} has logit_bias or bad_words of token id {token}; ids are 0 .. {vocab - 1}")
         if request.stop and self.target.tokenizer is None:
             raise ConfigError(f"{name} has stop strings, which need a tokenizer; the target has none")
+        # a processor that is not known to be pure raises here, not in the middle of a run
+        Sampler.of(request)
         # the last token is emitted, never run
         rows = len(request.prompt_ids) + request.max_new_tokens - 1
         if rows > self.target.max_positions:
@@ -85,23 +93,43 @@ class Scheduler:
         ]
 
     def rows_at_once(self, requests: Sequence[Request]) -> int:
-        """The most rows that one forward can bring: every slot a prompt, or a tree."""
+        """The most rows that one forward can bring: trees in all slots, and chunks of prompts."""
         tree = 1 if self.tree is None else self.tree.nodes + 1
-        largest = max(tree, *(len(request.prompt_ids) for request in requests))
-        return min(self.config.slots, len(requests)) * largest
+        prompts = sum(sorted((len(r.prompt_ids) for r in requests), reverse=True)[: self.config.slots])
+        return min(self.config.slots, len(requests)) * tree + min(self.config.prefill_rows, prompts)
 
-    def admit(self, waiting: deque[tuple[int, Request]]) -> list[Running]:
+    def admit(self, waiting: deque[tuple[int, Request]]) -> None:
         """Waiting requests take free slots while every pool has room for them, first come first served."""
-        joined: list[Running] = []
-        for slot in sorted(set(range(self.config.slots)) - {s.slot for s in self.running}):
+        taken = {sequence.slot for sequence in (*self.running, *self.reading)}
+        for slot in sorted(set(range(self.config.slots)) - taken):
             if not waiting or not self._assign(slot, waiting[0][1]):
                 break
             number, request = waiting.popleft()
             eos = self.target.eos_ids if request.eos_ids is None else request.eos_ids
             stops = Stops(eos, request.stop, request.max_new_tokens, self.target.tokenizer)
-            joined.append(Running(request, number, slot, Sampler.of(request), stops, list(request.prompt_ids)))
-        assert self.running or joined or not waiting, "requests wait, and nothing runs that could make room"
-        return joined
+            sampler = Sampler.of(request, eos)
+            self.reading.append(Running(request, number, slot, sampler, stops, list(request.prompt_ids)))
+        assert self.running or self.reading or not waiting, "requests wait, and nothing runs that could make room"
+
+    def chunks(self) -> list[Chunk]:
+        """What this round reads of the prompts, first come first served."""
+        chunks, left = [], self.config.prefill_rows
+        for sequence in self.reading:
+            rows = min(left, sequence.prompt_length - sequence.length)
+            if rows:
+                chunks.append(Chunk(sequence, sequence.length, rows))
+            left -= rows
+        return chunks
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.running or self.reading)
+
+    def advance(self) -> None:
+        """Prompts that were read to the end run from now on; what has finished is no longer listed."""
+        read = [sequence for sequence in self.reading if sequence.length == sequence.prompt_length]
+        self.running = [sequence for sequence in (*self.running, *read) if not sequence.finish_reason]
+        self.reading = [s for s in self.reading if s.length < s.prompt_length and not s.finish_reason]
 
     def _assign(self, slot: int, request: Request) -> bool:
         if all(pool.assign(slot, rows) for pool, rows in zip(self.pools, self.rows_needed(request), strict=True)):
@@ -117,4 +145,4 @@ class Scheduler:
     def reset(self) -> None:
         """Nothing runs, whatever interrupted the last step."""
         self.release(range(self.config.slots))
-        self.running = []
+        self.running, self.reading = [], []

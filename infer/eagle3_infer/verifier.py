@@ -1,4 +1,4 @@
-"""The target's side of a round: one packed forward over trees and prompts, then the walk along its tokens."""
+"""The target's side of a round: one packed forward over trees and prompts, then the walk that its rule accepts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,13 +9,16 @@ from torch import Tensor
 
 from eagle3.capture import Capture
 from eagle3.target import Target
+from eagle3_infer.config import RuleConfig
+from eagle3_infer.drafter import Draft
 from eagle3_infer.kv import Block, KVPool, PagedContext
-from eagle3_infer.running import Running
-from eagle3_infer.sampling import draw_all
+from eagle3_infer.rules import RoundRule
+from eagle3_infer.running import Chunk, Running
+from eagle3_infer.sampling import log_prob
 from eagle3_kernels.gather_first_step import gather_first_step
 from eagle3_kernels.sample_nodes import greedy_nodes
-from eagle3_kernels.structures import FirstStep, Tree, Walk
-from eagle3_kernels.verify_tree import Decide, match, verify_tree
+from eagle3_kernels.structures import Tree, Walk
+from eagle3_kernels.verify_tree import verify_tree
 
 
 @dataclass(frozen=True)
@@ -24,8 +27,8 @@ class Forward:
 
     Args:
         tree_logits: a row per tree row in use [T, V].
-        prompt_logits: of each prompt's last row [P, V].
-        starts: first packed row of each sequence, trees before prompts.
+        prompt_logits: of the last row of each prompt that ends in it [P, V].
+        starts: first packed row of each sequence, trees before chunks of prompts.
     """
 
     tree_logits: Tensor
@@ -38,21 +41,24 @@ class Accepted:
     """What a round accepted of each running sequence's tree.
 
     Args:
-        walk, step: as the ops give them.
-        paths: accepted rows, root first; runs: the tokens after them. Host lists, copied once.
+        walk: as the op gives it.
+        paths: accepted rows, root first; features: the same as rows of the packed forward; runs: the tokens after
+            them. Host lists, copied once.
+        logprobs: of the runs, where they are wanted.
     """
 
     walk: Walk
-    step: FirstStep
     paths: list[list[int]]
+    features: list[list[int]]
     runs: list[list[int]]
+    logprobs: list[list[float]]
 
 
 class Verifier:
     """Runs the target over the roots' trees and over new prompts, in one packed row."""
 
-    def __init__(self, target: Target, capture_layers: tuple[int, ...]):
-        self.target = target
+    def __init__(self, target: Target, capture_layers: tuple[int, ...], rule: RuleConfig):
+        self.target, self.rule = target, rule
         self.capture = Capture(target, capture_layers, max_rows=0)
 
     def reserve(self, rows: int) -> None:
@@ -62,30 +68,26 @@ class Verifier:
             self.capture = Capture(self.target, self.capture.layers, max_rows=rows)
 
     def forward(
-        self,
-        pool: KVPool,
-        tree: Tree,
-        counts: Sequence[int],
-        running: Sequence[Running],
-        joined: Sequence[Running],
+        self, pool: KVPool, tree: Tree, counts: Sequence[int], running: Sequence[Running], chunks: Sequence[Chunk]
     ) -> Forward:
-        """Trees are verified at their roots' positions, prompts are read from position 0.
+        """Trees are verified at their roots' positions, prompts are read on from where they are.
 
         Args:
             counts: rows in use of each running sequence's tree.
         """
         ids, positions, blocks = self._tree_rows(pool, tree, counts, running)
-        for sequence in joined:
-            row = torch.arange(sequence.prompt_length, device=self.target.device)
-            ids.append(torch.tensor(sequence.tokens, device=self.target.device))
-            positions.append(row)
-            blocks.append(Block(pool.view([sequence.slot], [0], row[None]), len(row)))
-        ends = list(accumulate([*counts, *(s.prompt_length for s in joined)]))
+        for chunk in chunks:
+            row = torch.arange(chunk.rows, device=self.target.device)
+            ids.append(torch.tensor(chunk.tokens, device=self.target.device))
+            positions.append(row + chunk.before)
+            blocks.append(Block(pool.view([chunk.sequence.slot], [chunk.before], row[None]), chunk.rows))
+        ends = list(accumulate([*counts, *(chunk.rows for chunk in chunks)]))
         with self.capture.rows(ends[-1]):
             hidden = self.target.hidden(torch.cat(ids), torch.cat(positions), PagedContext(pool, blocks))
         tree_rows = sum(counts)
-        if joined:
-            hidden = hidden[[*range(tree_rows), *(end - 1 for end in ends[len(running) :])]]
+        if chunks:
+            last = [end - 1 for end, chunk in zip(ends[len(running) :], chunks, strict=True) if chunk.last]
+            hidden = hidden[[*range(tree_rows), *last]]
         logits = self.target.logits(hidden)
         return Forward(logits[:tree_rows], logits[tree_rows:], [0, *ends[:-1]])
 
@@ -103,43 +105,27 @@ class Verifier:
             blocks.append(Block(view, count))
         return ids, positions, blocks
 
-    def accept(self, forward: Forward, tree: Tree, running: Sequence[Running]) -> Accepted:
-        """Walk each running sequence's tree along the target's tokens."""
+    def accept(self, forward: Forward, draft: Draft, running: Sequence[Running]) -> Accepted:
+        """Walk each running sequence's tree along what its rule accepts."""
         starts = torch.tensor(forward.starts[: len(running)], dtype=torch.int64, device=self.target.device)
-        walk = verify_tree(tree, _target_tokens(forward, tree, starts, running))
-        step = gather_first_step(tree, walk, starts)
+        rule = RoundRule(self.rule, forward.tree_logits, forward.starts, draft, running)
+        greedy = rule.tokens()
+        walk = verify_tree(draft.tree, rule if greedy is None else greedy)
+        step = gather_first_step(draft.tree, walk, starts)
         window = walk.path.shape[1]
-        rows = torch.cat([walk.path, step.tokens, step.count[:, None]], 1).tolist()
-        paths = [row[: row[-1]] for row in rows]
-        return Accepted(walk, step, paths, [row[window : window + row[-1]] for row in rows])
+        rows = torch.cat([walk.path, step.rows, step.tokens, step.count[:, None]], 1).tolist()
+        paths, features, runs = ([row[at : at + row[-1]] for row in rows] for at in (0, window, 2 * window))
+        return Accepted(walk, paths, features, runs, rule.logprobs)
 
-    def first_tokens(self, forward: Forward, joined: Sequence[Running]) -> list[int]:
-        """The token after each prompt."""
-        if not joined:
+    def first_tokens(self, forward: Forward, sequences: Sequence[Running]) -> list[tuple[int, list[float]]]:
+        """The token after each prompt that was read to its end, and its log-probability where that is wanted."""
+        if not sequences:
             return []
-        return draw_all([s.sampler for s in joined], forward.prompt_logits, [s.prompt_length for s in joined])
-
-
-def _target_tokens(forward: Forward, tree: Tree, starts: Tensor, running: Sequence[Running]) -> Tensor | Decide:
-    """Greedy tokens of all rows at once; where any is sampled or forced, a function asked at visited rows only."""
-    samplers = [sequence.sampler for sequence in running]
-    best = greedy_nodes(forward.tree_logits) if any(s.greedy for s in samplers) else None
-    if best is not None and all(s.greedy and not s.forced for s in samplers):
-        rows = starts[:, None] + torch.arange(tree.tokens.shape[1], device=starts.device)
-        # rows that a tree does not use are never visited
-        return best[rows.clamp(max=len(best) - 1)]
-    greedy = None if best is None else best.tolist()
-
-    def decide(slot: int, row: int, level: int, children: list[int]) -> tuple[int, int]:
-        return match(token(slot, row, level), children)
-
-    def token(slot: int, row: int, level: int) -> int:
-        sampler, at = samplers[slot], forward.starts[slot] + row
-        # the token after a row stands one position further
-        position = running[slot].length + level + 1
-        forced = sampler.forced_token(position)
-        if forced is not None:
-            return forced
-        return greedy[at] if greedy is not None and sampler.greedy else sampler.draw(forward.tree_logits[at], position)
-
-    return decide
+        logits = forward.prompt_logits
+        if all(sequence.sampler.plain_greedy for sequence in sequences):
+            return [(token, []) for token in greedy_nodes(logits).tolist()]
+        found = []
+        for row, sequence in zip(logits, sequences, strict=True):
+            token = sequence.sampler.choose(row, sequence.prompt_length, sequence.tokens)
+            found.append((token, [log_prob(row, token)] if sequence.sampler.logprobs else []))
+        return found

@@ -73,22 +73,33 @@ class KnowingHead(Eagle3Head):
 
 
 class CheckedEngine(Engine):
-    """After every step, both pools of every running request equal a fresh prefill of its committed tokens."""
+    """After every step, both pools of every request in a slot equal a fresh prefill of its committed tokens."""
 
     def step(self, waiting):
-        done = super().step(waiting)
+        touched = super().step(waiting)
         for sequence in self.running:
             assert sequence.length == len(sequence.tokens) - 1
-            assert sequence.head_length == (0 if self.drafter is None else sequence.length)
-            self.check_pools(sequence)
-        return done
+        for sequence in (*self.running, *self.scheduler.reading):
+            unread = sum(len(part) for part in sequence.backlog)
+            assert sequence.length == sequence.head_length + unread if self.drafter else not unread
+            if sequence.length:
+                self.check_pools(sequence)
+        return touched
 
     def check_pools(self, sequence: Running) -> None:
-        features, target_pool = fresh_prefill(self.target, sequence.tokens[:-1], self.verifier.capture.layers)
-        same_rows(self.pools[0], target_pool, sequence)
-        if self.drafter is not None and features is not None:
-            pool = fresh_head_prefill(self.target, self.drafter.head, features, sequence.tokens)
-            same_rows(self.pools[1], pool, sequence)
+        document = sequence.tokens[: sequence.length]
+        features, target_pool = fresh_prefill(self.target, document, self.verifier.capture.layers)
+        same_rows(self.pools[0], target_pool, sequence.slot, sequence.length)
+        if self.drafter is None or features is None:
+            return
+        if sequence.backlog:
+            torch.testing.assert_close(
+                torch.cat(sequence.backlog), features[sequence.head_length :], rtol=1e-3, atol=1e-4
+            )
+        if sequence.head_length:
+            following = sequence.tokens[: sequence.head_length + 1]
+            pool = fresh_head_prefill(self.target, self.drafter.head, features[: sequence.head_length], following)
+            same_rows(self.pools[1], pool, sequence.slot, sequence.head_length)
 
 
 def fresh_prefill(target: Target, tokens: list[int], layers: tuple[int, ...]) -> tuple[Tensor | None, KVPool]:
@@ -109,10 +120,9 @@ def fresh_head_prefill(target: Target, head: DraftHead, features: Tensor, tokens
     return pool
 
 
-def same_rows(pool: KVPool, fresh: KVPool, sequence: Running) -> None:
-    length = sequence.length
+def same_rows(pool: KVPool, fresh: KVPool, slot: int, length: int) -> None:
     for layer in range(fresh.layers):
-        ours, true = pool.rows(layer, sequence.slot, length), fresh.rows(layer, 0, length)
+        ours, true = pool.rows(layer, slot, length), fresh.rows(layer, 0, length)
         torch.testing.assert_close(ours, true, rtol=1e-3, atol=1e-4)
 
 

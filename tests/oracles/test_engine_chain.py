@@ -46,8 +46,8 @@ class RecordingEngine(Engine):
         self._logits.clear()
         done = super().step(waiting)
         if self.running:
-            drafts = self.trees.tokens[0, 1:].tolist()
-            self.seen.append((list(self.running[0].tokens), self.trees))
+            drafts = self.draft.tree.tokens[0, 1:].tolist()
+            self.seen.append((list(self.running[0].tokens), self.draft.tree))
             self.rounds.append((list(self.running[0].tokens), drafts, [x.flatten() for x in self._logits]))
         return done
 

@@ -1,0 +1,86 @@
+"""How a node's children are proposed: ranking keys and edge scores out of the head's logits.
+
+Deterministic drafts are the head's likeliest tokens. With shared noise they are the likeliest winners of the target's
+own draw; for the rejection rule they are sampled, without replacement, from the head's law.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from eagle3_infer.config import REJECTION, SHARED_NOISE, RuleConfig
+from eagle3_infer.sampling import Sampler
+from eagle3_kernels.sample_nodes import Filters, Purpose, draft_log_probs, mixed_gumbel
+
+# Shared noise: with p the target's law, the draw is argmax(log q + G + e), e = log p - log q. Were the errors e
+# independent Gumbel noise of scale s, a token's chance to win would be exactly softmax((log q + G) / s): that is the
+# edge score. s is what a head typically misses by; fitted by maximum likelihood on the shipped head (recipes/README.md)
+DRAFT_ERROR = 0.7
+# Sampled drafts: what the j-th child is accepted with after j - 1 rejections, to first order the same for every token.
+# An edge score that looked at the sampled token would prune by it, and bias the output (tests/oracles/test_rules.py)
+SAMPLED_ACCEPTANCE = 0.6
+
+Edge = Callable[[Tensor], Tensor]
+
+
+class Proposals:
+    """Proposes children for the slots of one round.
+
+    Args:
+        samplers: of each slot.
+        roots: absolute position of each slot's root.
+        mixed_ids: of the target id of every draft id [Vd], as the noise's hash takes them.
+    """
+
+    def __init__(self, rule: RuleConfig, samplers: Sequence[Sampler], roots: Sequence[int], mixed_ids: Tensor):
+        self.rule, self.samplers, self.roots, self.mixed_ids = rule, samplers, roots, mixed_ids
+        self.sampled = [slot for slot, sampler in enumerate(samplers) if not sampler.greedy]
+        self.keeps_q = rule.rule == REJECTION and bool(self.sampled)
+
+    def __call__(self, logits: Tensor, level: int) -> tuple[Tensor, Edge | None, Tensor]:
+        """Ranking keys and log q [B, M, Vd] of a level's frontier, and what makes edge scores of keys.
+
+        Args:
+            logits: the head's [B, M, Vd].
+            level: of the children, from 1.
+        """
+        log_q = self._log_q(logits.float())
+        noisy = self.rule.rule == REJECTION or self.rule.draft_noise == SHARED_NOISE
+        if not (noisy and self.sampled):
+            return log_q, None, log_q
+        purpose = Purpose.DRAFT if self.rule.rule == REJECTION else Purpose.TARGET
+        keys = log_q.clone()
+        for slot in self.sampled:
+            keys[slot] += mixed_gumbel(self.samplers[slot].seed, purpose, self.roots[slot] + level, self.mixed_ids)
+        edge = _by_rank if purpose == Purpose.DRAFT else _by_perturbed_law(keys)
+        if len(self.sampled) == len(self.samplers):
+            return keys, edge, log_q
+        greedy = torch.tensor([s.greedy for s in self.samplers], device=keys.device)[:, None, None]
+        return keys, lambda best: torch.where(greedy, best, edge(best)), log_q
+
+    def _log_q(self, logits: Tensor) -> Tensor:
+        filters = [self._filters(sampler) for sampler in self.samplers]
+        if len(set(filters)) == 1:
+            return draft_log_probs(logits, filters[0])
+        return torch.stack([draft_log_probs(rows, each) for rows, each in zip(logits, filters, strict=True)])
+
+    def _filters(self, sampler: Sampler) -> Filters:
+        """Noisy drafts follow the target's filters; deterministic ones are cut by the tree's size alone."""
+        if self.rule.rule == REJECTION or self.rule.draft_noise == SHARED_NOISE:
+            return sampler.filters
+        return Filters(sampler.filters.temperature)
+
+
+def _by_rank(best: Tensor) -> Tensor:
+    """log(a (1 - a)^j) for child j of each node; no child where the law gave none."""
+    ranks = torch.arange(best.shape[-1], device=best.device)
+    scores = math.log(SAMPLED_ACCEPTANCE) + ranks * math.log(1 - SAMPLED_ACCEPTANCE)
+    # -inf and NaN stay as they are
+    return torch.where(best.isfinite(), scores, best)
+
+
+def _by_perturbed_law(keys: Tensor) -> Edge:
+    normaliser = torch.logsumexp(keys / DRAFT_ERROR, -1, keepdim=True)
+    return lambda best: (best / DRAFT_ERROR - normaliser).clamp(max=0)
