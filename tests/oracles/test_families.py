@@ -1,4 +1,4 @@
-"""Targets whose layers are not alike: tree mode == transformers' greedy decoding, in fp32, pools true after every round.
+"""Targets whose layers are not alike: tree mode == transformers' greedy decoding in fp32, and pools stay true.
 
 The six plain families are in test_lossless; what no target can be is in test_target.
 """
