@@ -9,13 +9,14 @@ import io
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any, NoReturn
 
 from eagle3.errors import ConfigError, Eagle3Error, one_line
-from eagle3_infer.config import SamplingConfig
-from eagle3_infer.settings import EXIT_ERROR, EXIT_INTERRUPTED, MODES, RANDOM_DRAFT, RunSettings
+from eagle3_infer.config import DRAFT_NOISES, RULES, SamplingConfig
+from eagle3_infer.settings import AUTO, EXIT_ERROR, EXIT_INTERRUPTED, MODES, RANDOM_DRAFT, RunSettings
 
 DESCRIPTION = """\
 Decode prompts with a target and its EAGLE-3 draft head: plainly, as a chain, as a dynamic tree, and with
@@ -27,7 +28,8 @@ exit codes: 0 done; 1 --verify found a bug; 2 bad input; 130 interrupted (partia
 examples:
   eagle3-infer --limit 4 --verify --dtype float32
   eagle3-infer --target Qwen/Qwen3-1.7B --draft runs/qwen3/best --prompts mine.jsonl --json report.json
-  eagle3-infer --mode tree --tree-nodes 8,16,32 --repeats 3"""
+  eagle3-infer --mode tree --tree-nodes 8,16,32,auto --repeats 3
+  eagle3-infer --temperature 1 --rule match,target_only,rejection --draft-noise none,shared --batch 8"""
 
 
 class Parser(argparse.ArgumentParser):
@@ -57,7 +59,9 @@ def build_parser() -> Parser:
     _add_models(parser.add_argument_group("models"))
     _add_prompts(parser.add_argument_group("prompts"))
     _add_drafting(parser.add_argument_group("modes and draft trees (a comma list runs every combination)"))
+    _add_rules(parser.add_argument_group("how drafts are drawn and accepted (a comma list runs each of them)"))
     _add_sampling(parser.add_argument_group("sampling (the same for every mode)"))
+    _add_processors(parser.add_argument_group("penalties and bans (the same for every mode)"))
     _add_machine(parser.add_argument_group("machine"))
     _add_report(parser.add_argument_group("measuring and report"))
     return parser
@@ -88,7 +92,7 @@ def _add_drafting(group: Any) -> None:
         type=_words,
         default=default.modes,
         metavar="LIST",
-        help=f"some of {','.join(MODES)} (default: all of them)",
+        help=f"some of {','.join(MODES)} (default: {','.join(default.modes)})",
     )
     group.add_argument(
         "--tree-depth",
@@ -106,12 +110,45 @@ def _add_drafting(group: Any) -> None:
     )
     group.add_argument(
         "--tree-nodes",
-        type=_integers,
+        type=_nodes,
         default=default.tree_nodes,
         metavar="N",
-        help=_help("draft nodes verified per round, root excluded", default.tree_nodes),
+        help=f"draft nodes verified per round, root excluded; {AUTO!r} is --mode {AUTO}: up to the largest depth, "
+        "top-k and nodes given, each round what promises most tokens per second (default: top-k * depth)",
+    )
+    group.add_argument(
+        "--tree-level-weight",
+        type=_numbers,
+        default=default.tree_level_weight,
+        metavar="W",
+        help=_help("score policy: above 1 favours width, below 1 depth", default.tree_level_weight),
     )
     group.add_argument("--chain-depth", type=_integers, metavar="D", help="tokens of the chain (default: --tree-depth)")
+
+
+def _add_rules(group: Any) -> None:
+    default = RunSettings
+    group.add_argument(
+        "--rule",
+        type=_words,
+        default=default.rule,
+        metavar="LIST",
+        help=_help(f"some of {','.join(RULES)}; the last one is lossy, and labelled so", default.rule),
+    )
+    group.add_argument(
+        "--draft-noise",
+        type=_words,
+        default=default.draft_noise,
+        metavar="LIST",
+        help=_help(f"some of {','.join(DRAFT_NOISES)}, of the match rule", default.draft_noise),
+    )
+    group.add_argument(
+        "--threshold",
+        type=float,
+        default=default.threshold,
+        metavar="P",
+        help="smallest target probability that the threshold rule takes (default: %(default)s)",
+    )
 
 
 def _add_sampling(group: Any) -> None:
@@ -122,6 +159,9 @@ def _add_sampling(group: Any) -> None:
     group.add_argument("--top-k", type=int, default=default.top_k, metavar="K", help="0 is off (default: %(default)s)")
     group.add_argument(
         "--top-p", type=float, default=default.top_p, metavar="P", help="1 is off (default: %(default)s)"
+    )
+    group.add_argument(
+        "--min-p", type=float, default=default.min_p, metavar="P", help="0 is off (default: %(default)s)"
     )
     group.add_argument(
         "--seed", type=int, default=default.seed, metavar="S", help="of the sampling noise (default: %(default)s)"
@@ -136,6 +176,41 @@ def _add_sampling(group: Any) -> None:
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop string, may be repeated")
 
 
+def _add_processors(group: Any) -> None:
+    default = SamplingConfig()
+    for name, text in (
+        ("repetition", "divides logits of tokens in prompt or reply; 1 is off"),
+        ("presence", "subtracted once from logits of tokens in the reply; 0 is off"),
+        ("frequency", "subtracted as often as the token is in the reply; 0 is off"),
+    ):
+        value = getattr(default, f"{name}_penalty")
+        group.add_argument(
+            f"--{name}-penalty", type=float, default=value, metavar="X", help=f"{text} (default: {value:g})"
+        )
+    group.add_argument(
+        "--logit-bias",
+        type=_bias,
+        action="append",
+        default=[],
+        metavar="ID=VALUE",
+        help="added to the logit of a token id, may be repeated",
+    )
+    group.add_argument(
+        "--bad-word",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="never emitted, neither as it is nor after a blank; may be repeated",
+    )
+    group.add_argument(
+        "--min-tokens",
+        type=int,
+        default=default.min_tokens,
+        metavar="N",
+        help="tokens before the reply may end (default: %(default)s)",
+    )
+
+
 def _add_machine(group: Any) -> None:
     group.add_argument(
         "--dtype",
@@ -144,6 +219,16 @@ def _add_machine(group: Any) -> None:
     )
     group.add_argument("--device", default=RunSettings.device, help="auto, cpu, cuda, cuda:N (default: %(default)s)")
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's choice)")
+    group.add_argument(
+        "--batch", type=int, default=RunSettings.batch, metavar="N", help="prompts at once (default: %(default)s)"
+    )
+    group.add_argument(
+        "--prefill-rows",
+        type=int,
+        default=RunSettings.prefill_rows,
+        metavar="N",
+        help="prompt tokens read per round (default: %(default)s)",
+    )
 
 
 def _add_report(group: Any) -> None:
@@ -156,12 +241,13 @@ def _add_report(group: Any) -> None:
         type=int,
         default=RunSettings.repeats,
         metavar="N",
-        help="runs of everything (default: %(default)s)",
+        help="runs of everything, the modes in turn: medians and ranges are reported (default: %(default)s)",
     )
+    group.add_argument("--logprobs", action="store_true", help="the log-prob of every token, in the report")
     group.add_argument("--json", metavar="PATH", help="write the full report, with every reply, as JSON")
 
 
-def _help(text: str, default: tuple[int, ...]) -> str:
+def _help(text: str, default: Sequence[Any]) -> str:
     return f"{text} (default: {','.join(map(str, default))})"
 
 
@@ -170,19 +256,44 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 def _integers(text: str) -> tuple[int, ...]:
+    return _list_of(int, text, "a whole number or a comma list of them")
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    return _list_of(float, text, "a number or a comma list of them")
+
+
+def _nodes(text: str) -> tuple[int | str, ...]:
+    expected = f"a whole number, {AUTO!r} or a comma list of them"
+    return _list_of(lambda word: AUTO if word.strip() == AUTO else int(word), text, expected)
+
+
+def _list_of(kind: Callable[[str], Any], text: str, expected: str) -> tuple[Any, ...]:
     try:
-        return tuple(int(word) for word in text.split(","))
+        return tuple(kind(word) for word in text.split(","))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number or a comma list of them") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not {expected}") from None
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, value = text.partition("=")
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not ID=VALUE, a token id and a number") from None
 
 
 def parse_settings(argv: Sequence[str]) -> RunSettings:
     """Raises ConfigError for whatever can be known to be wrong without reading a model."""
     options = vars(build_parser().parse_args(argv))
-    sampling = {name: options.pop(name) for name in ("temperature", "top_k", "top_p", "seed")}
-    options["modes"] = options.pop("mode")
+    for flag, name in (("mode", "modes"), ("bad_word", "bad_words")):
+        options[name] = options.pop(flag)
     options["hf"] = not options.pop("no_hf")
-    options["stop"] = tuple(options["stop"])
+    for name in ("stop", "bad_words", "logit_bias"):
+        options[name] = tuple(options[name])
+    # words become token ids once there is a tokenizer
+    names = {field.name for field in fields(SamplingConfig)} - {"bad_words"}
+    sampling = {name: options.pop(name) for name in names & options.keys()}
     return RunSettings(sampling=SamplingConfig(**sampling), **options)
 
 

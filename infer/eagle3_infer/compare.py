@@ -3,29 +3,41 @@
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 
+from eagle3_infer.config import MATCH, RuleConfig
 from eagle3_infer.report import Comparison, Divergence, ModeRun, Output, Pair
 from eagle3_infer.settings import HF, PLAIN
 
 Explain = Callable[[Output, Output, int], Divergence]
 
 
-def compare_modes(modes: Sequence[ModeRun], explain: Explain | None, with_hf: bool) -> Comparison:
-    """Every engine mode against plain and, where `with_hf`, against HF generate.
+def compare_modes(modes: Sequence[ModeRun], explain: Explain | None, sampled: bool) -> Comparison:
+    """Every engine mode that must emit plain's tokens against plain and, at temperature 0, HF generate.
 
     Args:
         explain: classifies (output, reference output, first differing index); None leaves it unclassified.
-        with_hf: False when sampling, as HF draws from its own generator.
+        sampled: outputs are drawn. HF draws from its own generator, and so does every rule but match.
     """
     by_key = {mode.key: mode for mode in modes if mode.outputs}
-    references = [key for key in (PLAIN, *([HF] if with_hf else [])) if key in by_key]
+    apart = {key: reason for key, mode in by_key.items() if (reason := why_not_compared(mode, sampled))}
+    references = [key for key in (PLAIN, *([] if sampled else [HF])) if key in by_key]
     pairs, divergences = [], []
     for reference in references:
         for key in by_key:
-            if key not in (reference, HF):
+            if key not in (reference, HF, *apart):
                 pair, found = _compare(by_key[key], by_key[reference], explain or unclassified)
                 pairs.append(pair)
                 divergences += found
-    return Comparison(pairs, divergences)
+    return Comparison(pairs, divergences, apart)
+
+
+def why_not_compared(mode: ModeRun, sampled: bool) -> str:
+    """Empty where the mode must emit plain decoding's tokens."""
+    if mode.lossy:
+        return "its rule is lossy"
+    rule = mode.settings.get("rule", MATCH)
+    if sampled and not RuleConfig(rule).pathwise:
+        return f"the {rule} rule draws other tokens, of the same law"
+    return ""
 
 
 def _compare(mode: ModeRun, reference: ModeRun, explain: Explain) -> tuple[Pair, list[Divergence]]:

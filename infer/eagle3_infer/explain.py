@@ -11,6 +11,7 @@ from eagle3_infer.bench import Bench
 from eagle3_infer.compare import Explain
 from eagle3_infer.report import Divergence, Output
 from eagle3_infer.request import Request
+from eagle3_infer.sampling import Sampler
 from eagle3_infer.settings import HF
 from eagle3_infer.verify import Replay, Verdict
 
@@ -21,17 +22,17 @@ LARGEST_GAP = {torch.float32: 1e-3, torch.float16: 1.0, torch.bfloat16: 4.0}
 def replay_explainer(target: Target, bench: Bench) -> Explain:
     """A classifier of divergences for `compare_modes`."""
     replay = Replay(target, bench.head)
-    trees = {plan.key: plan.tree for plan in bench.plans}
+    plans = {plan.key: plan for plan in bench.plans}
     # where plain and HF agree, leaving one is leaving the other
     known: dict[tuple, Verdict | None] = {}
     requests = {(turn.prompt.id, turn.turn): turn.request for turn in bench.turns}
 
     def explain(output: Output, reference: Output, position: int) -> Divergence:
-        request = requests[output.place]
+        request, plan = requests[output.place], plans[output.mode]
         bench.progress.show(f"replaying {output.mode} against {reference.mode}, prompt {output.id}")
         key = (output.place, output.mode, *reference.token_ids)
         if key not in known:
-            known[key] = replay.explain(request, reference.token_ids, output.token_ids, trees[output.mode])
+            known[key] = replay.explain(request, reference.token_ids, output.token_ids, plan.tree, plan.rule)
         found = known[key]
         assert found is not None and found.position == position
         kind, detail = found.kind, ""
@@ -42,8 +43,7 @@ def replay_explainer(target: Target, bench: Bench) -> Explain:
         elif found.gap > largest_gap(target, request):
             kind, detail = "bug", "fp32 agrees, but no rounding undoes such a lead"
         elif reference.mode == HF:
-            prefix = [*request.prompt_ids, *reference.token_ids[:position]]
-            stock = stock_decision(replay.exact_models()[0], prefix)
+            stock = stock_decision(replay.exact_models()[0], request, reference.token_ids[:position])
             if stock != found.exact_plain:
                 kind, detail = "bug", f"fp32 decides {found.exact_plain} here and {stock} in transformers"
         return Divergence(output.id, output.turn, output.mode, reference.mode, position, kind, found.gap, detail)
@@ -56,8 +56,11 @@ def largest_gap(target: Target, request: Request) -> float:
     return LARGEST_GAP[target.dtype] / (request.sampling.temperature or 1.0)
 
 
-def stock_decision(target: Target, ids: list[int]) -> int:
-    """The greedy token after `ids` by transformers' own attention."""
+def stock_decision(target: Target, request: Request, output: list[int]) -> int:
+    """The greedy token after the prompt and `output` by transformers' own attention, penalties applied."""
+    tokens = [*request.prompt_ids, *output]
     with target.stock() as model:
-        row = torch.tensor([ids], device=target.device)
-        return int(model(input_ids=row, use_cache=False).logits[0, -1].argmax())
+        row = torch.tensor([tokens], device=target.device)
+        logits = model(input_ids=row, use_cache=False).logits[0, -1].float()
+    eos_ids = target.eos_ids if request.eos_ids is None else request.eos_ids
+    return int(Sampler.of(request, eos_ids).process(logits, tokens).argmax())

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3.chats import check_message, check_text, flat_ids, parse_object, read_lines, render_ids, render_text
-from eagle3.errors import DataError
+from eagle3.errors import ConfigError, DataError
 
 Message = dict[str, str]
 NO_CATEGORY = "all"
@@ -135,3 +135,15 @@ def render(tokenizer: Any, messages: list[Message]) -> tuple[str, list[int]]:
     if not ids:
         raise DataError("the prompt renders to no token at all")
     return text, ids
+
+
+def word_ids(tokenizer: Any, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Token ids of words that are not to be emitted: as each is, and after a blank, where most words are met.
+
+    Raises ConfigError for a text that is no token at all.
+    """
+    forms = [form for word in words for form in (word, word if word[0].isspace() else f" {word}")]
+    ids = [tuple(flat_ids(tokenizer(form, add_special_tokens=False)["input_ids"])) for form in forms]
+    if () in ids:
+        raise ConfigError(f"--bad-word {forms[ids.index(())]!r} is no token of the target's tokenizer")
+    return tuple(dict.fromkeys(ids))

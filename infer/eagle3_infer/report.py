@@ -7,8 +7,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+from eagle3_infer.loops import in_loop, outside_loops
 from eagle3_infer.request import STAGES, Result
 
 SCHEMA = 1
@@ -17,7 +19,11 @@ CONTEXT_EDGES = (128, 256, 512, 1024, 2048, 4096, 8192)
 
 @dataclass(frozen=True, kw_only=True)
 class Output(Result):
-    """The result of one turn of one prompt in one mode; `seconds` sum to the wall time of the turn."""
+    """The result of one turn of one prompt in one mode.
+
+    `seconds` sum to its share of the wall time: what ran for several requests at once is divided among them, so that
+    sums over requests are times of the whole batch.
+    """
 
     mode: str
     id: str
@@ -43,22 +49,39 @@ class ModeRun:
     """All outputs of one mode, one list per repeat, in the order they were run."""
 
     key: str
-    settings: dict[str, int]
+    settings: dict[str, Any]
     repeats: list[list[Output]] = field(default_factory=list)
     peak_memory_bytes: int | None = None
 
     @property
+    def complete(self) -> dict[int, list[Output]]:
+        """The repeats that an interrupt did not cut short, by their number."""
+        return {i: repeat for i, repeat in enumerate(self.repeats) if len(repeat) == len(self.repeats[0])}
+
+    @property
     def outputs(self) -> list[Output]:
-        """The repeat of median speed: the one every figure is taken from."""
-        complete = [r for r in self.repeats if len(r) == len(self.repeats[0])]
-        ranked = sorted(complete, key=lambda outputs: decode_rate(outputs) or 0.0)
+        """The repeat of median speed: the one every figure but the speedups is taken from."""
+        ranked = sorted(self.complete.values(), key=lambda outputs: decode_rate(outputs) or 0.0)
         return ranked[(len(ranked) - 1) // 2] if ranked else []
 
     @property
     def rates(self) -> list[float]:
         """Tokens per second of each complete repeat."""
-        rates = [decode_rate(r) for r in self.repeats if len(r) == len(self.repeats[0])]
+        rates = [decode_rate(repeat) for repeat in self.complete.values()]
         return [rate for rate in rates if rate is not None]
+
+    @property
+    def lossy(self) -> bool:
+        """Whether its rule may emit what the target would not."""
+        return not self.settings.get("lossless", True)
+
+    def speedups(self, baseline: "ModeRun | None") -> list[float]:
+        """Of each repeat against the baseline's run in the same repeat, which met the same state of the machine."""
+        if baseline is None:
+            return []
+        theirs = baseline.complete
+        ratios = [speedup(repeat, theirs[i]) for i, repeat in self.complete.items() if i in theirs]
+        return [ratio for ratio in ratios if ratio is not None]
 
 
 @dataclass(frozen=True)
@@ -87,8 +110,11 @@ class Pair:
 
 @dataclass(frozen=True)
 class Comparison:
+    """Which modes emitted the same; `not_compared` tells of a mode why its tokens need not be the others'."""
+
     pairs: list[Pair] = field(default_factory=list)
     divergences: list[Divergence] = field(default_factory=list)
+    not_compared: dict[str, str] = field(default_factory=dict)
 
     def of_kind(self, kind: str) -> list[Divergence]:
         return [d for d in self.divergences if d.kind == kind]
@@ -97,7 +123,7 @@ class Comparison:
 def build_report(run: dict[str, Any], modes: Sequence[ModeRun], comparison: Comparison) -> dict[str, Any]:
     """The JSON document; every mode that produced an output is in it."""
     modes = [mode for mode in modes if mode.outputs]
-    by_key = {mode.key: mode.outputs for mode in modes}
+    by_key = {mode.key: mode for mode in modes}
     return {
         "schema": SCHEMA,
         "run": run,
@@ -107,7 +133,7 @@ def build_report(run: dict[str, Any], modes: Sequence[ModeRun], comparison: Comp
     }
 
 
-def summarise_mode(mode: ModeRun, by_key: dict[str, list[Output]]) -> dict[str, Any]:
+def summarise_mode(mode: ModeRun, by_key: dict[str, ModeRun]) -> dict[str, Any]:
     outputs = mode.outputs
     rates = mode.rates
     nodes = sum(o.nodes for o in outputs)
@@ -116,17 +142,21 @@ def summarise_mode(mode: ModeRun, by_key: dict[str, list[Output]]) -> dict[str, 
     # as many levels as were offered, also where the last ones were never accepted
     accepted = _sum_levels([[0] * len(offered), *(o.accepted_by_level for o in outputs)])
     stages = {stage: sum(o.seconds.get(stage, 0.0) for o in outputs) for stage in STAGES}
+    vs_plain, vs_hf = (mode.speedups(by_key.get(name)) for name in ("plain", "hf_generate"))
     return {
         "settings": mode.settings,
+        "lossy": mode.lossy,
         **_pooled(outputs),
         "tau_prompt_mean": _mean([t for o in outputs if (t := tau([o])) is not None]),
         "seconds": sum(stages.values()),
-        "tokens_per_second_spread": [min(rates), max(rates)] if rates else None,
+        "tokens_per_second_spread": _spread(rates),
         "end_to_end_tokens_per_second": _ratio(
             sum(len(o.token_ids) for o in outputs), sum(o.total_seconds for o in outputs)
         ),
-        "speedup_vs_plain": speedup(outputs, by_key.get("plain", [])),
-        "speedup_vs_hf": speedup(outputs, by_key.get("hf_generate", [])),
+        "speedup_vs_plain": median(vs_plain) if vs_plain else None,
+        "speedup_vs_plain_spread": _spread(vs_plain),
+        "speedup_vs_hf": median(vs_hf) if vs_hf else None,
+        "speedup_vs_hf_spread": _spread(vs_hf),
         "seconds_by_stage": stages,
         "offered_by_level": offered,
         "accepted_by_level": accepted,
@@ -136,6 +166,8 @@ def summarise_mode(mode: ModeRun, by_key: dict[str, list[Output]]) -> dict[str, 
         "run_length_hist": _histogram(outputs),
         "by_category": {name: _pooled(group) for name, group in group_by_category(outputs).items()},
         "by_context": tau_by_context(outputs),
+        "loops": loop_figures(outputs),
+        "mean_logprob": mean_logprob(outputs),
         "peak_memory_bytes": mode.peak_memory_bytes,
     }
 
@@ -148,12 +180,14 @@ def summarise_verify(comparison: Comparison) -> dict[str, Any]:
         "bugs": [asdict(d) for d in comparison.of_kind("bug")],
         "unclassified": [asdict(d) for d in comparison.of_kind("unclassified")],
         "pairs": [asdict(pair) for pair in comparison.pairs],
+        "not_compared": [{"mode": mode, "reason": reason} for mode, reason in comparison.not_compared.items()],
     }
 
 
 def output_row(output: Output) -> dict[str, Any]:
     keys = ("id", "category", "turn", "mode", "prompt_tokens", "token_ids", "text", "rounds", "run_lengths")
-    return {key: getattr(output, key) for key in (*keys, "finish_reason")} | {"seconds": output.total_seconds}
+    row = {key: getattr(output, key) for key in (*keys, "finish_reason")} | {"seconds": output.total_seconds}
+    return row if output.logprobs is None else row | {"logprobs": output.logprobs}
 
 
 def tau(outputs: Iterable[Output]) -> float | None:
@@ -173,6 +207,22 @@ def speedup(outputs: Sequence[Output], baseline: Sequence[Output]) -> float | No
     fast = decode_rate([o for o in outputs if o.place in shared])
     slow = decode_rate([o for o in baseline if o.place in shared])
     return None if fast is None or not slow else fast / slow
+
+
+def loop_figures(outputs: Iterable[Output]) -> dict[str, float | None]:
+    """The share of tokens inside repetition loops (`loops.in_loop`), and tau over the rounds outside them."""
+    inside = total = tokens = rounds = 0
+    for output in outputs:
+        marks = in_loop(output.token_ids)
+        outside = outside_loops(marks, output.run_lengths)
+        inside, total = inside + sum(marks), total + len(marks)
+        tokens, rounds = tokens + outside.tokens, rounds + outside.rounds
+    return {"share": _ratio(inside, total), "tau_outside": _ratio(tokens, rounds)}
+
+
+def mean_logprob(outputs: Iterable[Output]) -> float | None:
+    """Over all tokens; None where they were not asked for."""
+    return _mean([logprob for output in outputs for logprob in output.logprobs or ()])
 
 
 def group_by_category(outputs: Iterable[Output]) -> dict[str, list[Output]]:
@@ -246,6 +296,10 @@ def _sum_levels(rows: Iterable[Sequence[int]]) -> list[int]:
         for level, count in enumerate(row):
             total[level] += count
     return total
+
+
+def _spread(values: Sequence[float]) -> list[float] | None:
+    return [min(values), max(values)] if values else None
 
 
 def _ratio(top: float, bottom: float) -> float | None:

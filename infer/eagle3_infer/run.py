@@ -19,6 +19,7 @@ from eagle3.heads.eagle3 import Eagle3Head
 from eagle3.target import Target, parse_dtype
 from eagle3_infer.bench import Bench
 from eagle3_infer.compare import compare_modes
+from eagle3_infer.config import SamplingConfig
 from eagle3_infer.explain import replay_explainer
 from eagle3_infer.models import draft_folder, draft_name, load_draft, load_target, pick_device
 from eagle3_infer.prompts import Prompt, has_template, load_prompts, shipped_prompts_path
@@ -69,15 +70,15 @@ def conclude(settings: RunSettings, argv: Sequence[str], target: Target, bench: 
 
 
 def compare(settings: RunSettings, target: Target, bench: Bench) -> Comparison:
-    """Compare all modes; sampled outputs not with HF's, which draws from its own generator."""
-    with_hf = settings.sampling.temperature == 0
+    """Compare all modes that must emit the same."""
+    sampled = settings.sampling.temperature > 0
     explain = replay_explainer(target, bench) if settings.verify and not bench.interrupted else None
     try:
-        return compare_modes(bench.modes, explain, with_hf)
+        return compare_modes(bench.modes, explain, sampled)
     except KeyboardInterrupt:
         # the replays are slow; without them the measurements still stand
         bench.interrupted = True
-        return compare_modes(bench.modes, None, with_hf)
+        return compare_modes(bench.modes, None, sampled)
     finally:
         bench.progress.clear()
 
@@ -89,24 +90,32 @@ def prompts_path(settings: RunSettings) -> Path:
 def header_lines(
     settings: RunSettings, target: Target, head: Eagle3Head | None, prompts: Sequence[Prompt]
 ) -> list[str]:
-    sampling = settings.sampling
-    how = "greedy" if sampling.temperature == 0 else f"sampled: {_pairs(asdict(sampling))}"
     turns = sum(len(prompt.turns) for prompt in prompts)
     dtype = str(target.dtype).removeprefix("torch.")
+    at_once = f", {settings.batch} at once" if settings.batch > 1 else ""
     return [
         f"target   {settings.target} ({dtype}, {target.device}, {torch.get_num_threads()} threads)",
         f"head     {draft_name(settings) or 'none'}" + (f" ({_parameters(head):.1f} M parameters)" if head else ""),
-        f"prompts  {prompts_path(settings).name}: {len(prompts)} prompts, {turns} turns, "
-        f"up to {settings.max_new_tokens} new tokens, {how}",
+        f"prompts  {prompts_path(settings).name}: {len(prompts)} prompts, {turns} turns{at_once}, "
+        f"up to {settings.max_new_tokens} new tokens, {how_drawn(settings)}",
     ]
+
+
+def how_drawn(settings: RunSettings) -> str:
+    """Greedy or sampled, and every setting of it that is not its default."""
+    given, default = asdict(settings.sampling), asdict(SamplingConfig())
+    shown = {name: value for name, value in given.items() if value != default[name]}
+    if settings.bad_words:
+        shown["bad_words"] = list(settings.bad_words)
+    if settings.sampling.temperature > 0:
+        shown["seed"] = settings.sampling.seed
+    pairs = ", ".join(f"{name} {value}" for name, value in shown.items())
+    how = "sampled" if settings.sampling.temperature > 0 else "greedy"
+    return f"{how}: {pairs}" if pairs else how
 
 
 def _parameters(head: Eagle3Head) -> float:
     return sum(p.numel() for p in head.parameters()) / 1e6
-
-
-def _pairs(values: dict[str, Any]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in values.items())
 
 
 def first_prompt_lines(text: str, templated: bool) -> str:

@@ -1,33 +1,38 @@
 """What one `eagle3-infer` run does: validated settings and the plan of its modes. No torch, no files read."""
 
 import os
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from eagle3.embedded import EMBEDDED
 from eagle3.errors import ConfigError
-from eagle3_infer.config import SamplingConfig, TreeConfig
+from eagle3_infer.config import MATCH, NO_NOISE, THRESHOLD, EngineConfig, RuleConfig, SamplingConfig, TreeConfig
 
 RANDOM_DRAFT = "random"
-PLAIN, CHAIN, TREE, HF = "plain", "chain", "tree", "hf_generate"
-MODES = (PLAIN, CHAIN, TREE)
+PLAIN, CHAIN, TREE, AUTO, HF = "plain", "chain", "tree", "auto", "hf_generate"
+MODES = (PLAIN, CHAIN, TREE, AUTO)
 # of the command: done, --verify found a bug, bad input, interrupted
 EXIT_OK, EXIT_BUG, EXIT_ERROR, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
 @dataclass(frozen=True)
 class ModePlan:
-    """One row of the table: `key` is its name in the report, `tree` is None without a head."""
+    """One row of the table: `key` is its name in the report; `tree` and `rule` are None without a head."""
 
     key: str
     kind: str
     tree: TreeConfig | None = None
+    rule: RuleConfig | None = None
 
     @property
-    def label(self) -> str:
-        """The shape for the table: `d4k4n16`, or nothing."""
-        return "" if self.tree is None else shape_name(self.tree)
+    def settings(self) -> dict[str, Any]:
+        """What the report says of the mode; nothing where nothing is drafted."""
+        if self.tree is None or self.rule is None:
+            return {}
+        return {**asdict(self.tree), **asdict(self.rule), "lossless": self.rule.lossless}
 
 
 @dataclass(frozen=True)
@@ -39,24 +44,33 @@ class RunSettings:
     prompts: str | None = None
     limit: int | None = None
     max_turns: int | None = None
-    modes: tuple[str, ...] = MODES
+    modes: tuple[str, ...] = (PLAIN, CHAIN, TREE)
     tree_depth: tuple[int, ...] = (TreeConfig.depth,)
     tree_top_k: tuple[int, ...] = (TreeConfig.top_k,)
-    tree_nodes: tuple[int, ...] = (TreeConfig.nodes,)
+    # None is TreeConfig's own default, AUTO makes the tree adaptive
+    tree_nodes: tuple[int | str | None, ...] = (None,)
+    tree_level_weight: tuple[float, ...] = (TreeConfig.level_weight,)
     chain_depth: tuple[int, ...] | None = None
+    rule: tuple[str, ...] = (RuleConfig.rule,)
+    draft_noise: tuple[str, ...] = (RuleConfig.draft_noise,)
+    threshold: float = RuleConfig.threshold
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    bad_words: tuple[str, ...] = ()
     max_new_tokens: int = 128
     stop: tuple[str, ...] = ()
     dtype: str = "auto"
     device: str = "auto"
     threads: int | None = None
+    batch: int = 1
+    prefill_rows: int = EngineConfig.prefill_rows
     repeats: int = 1
     hf: bool = True
+    logprobs: bool = False
     verify: bool = False
     json: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("limit", "max_turns", "max_new_tokens", "threads", "repeats"):
+        for name in ("limit", "max_turns", "max_new_tokens", "threads", "batch", "prefill_rows", "repeats"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{flag(name)} is {value}, expected at least 1")
@@ -64,10 +78,11 @@ class RunSettings:
         if unknown or not self.modes:
             found = ", ".join(unknown) or "nothing"
             raise ConfigError(f"--mode names {found}, expected some of {','.join(MODES)}")
-        if "" in self.stop:
-            raise ConfigError("--stop is an empty string, which would end every reply at once")
-        if any("\ud800" <= letter <= "\udfff" for text in self.stop for letter in text):
-            raise ConfigError("--stop holds bytes that are no text in this locale's encoding")
+        for name in ("rule", "draft_noise"):
+            if not getattr(self, name):
+                raise ConfigError(f"{flag(name)} names nothing, see --help")
+        _check_texts("--stop", self.stop, "would end every reply at once")
+        _check_texts("--bad-word", self.bad_words, "forbids nothing")
         if self.json is not None:
             check_writable(Path(self.json))
         self.plans()
@@ -77,41 +92,93 @@ class RunSettings:
         plans = [ModePlan(PLAIN, PLAIN)] if PLAIN in self.modes or self.verify else []
         if CHAIN in self.modes:
             depths = dict.fromkeys(self.chain_depth or self.tree_depth)
-            plans += _keyed(CHAIN, [TreeConfig.chain(depth) for depth in depths])
-        if TREE in self.modes:
-            shapes = dict.fromkeys(product(self.tree_depth, self.tree_top_k, self.tree_nodes))
-            trees = [TreeConfig(depth=d, top_k=k, nodes=n) for d, k, n in shapes]
-            plans += _keyed(TREE, trees)
+            plans += self._keyed(CHAIN, [TreeConfig.chain(depth) for depth in depths])
+        if TREE in self.modes and self.fixed_nodes:
+            shapes = product(self.tree_depth, self.tree_top_k, self.fixed_nodes, self.tree_level_weight)
+            trees = dict.fromkeys(TreeConfig(depth, top_k, n, weight) for depth, top_k, n, weight in shapes)
+            plans += self._keyed(TREE, list(trees))
+        if AUTO in self.modes or (TREE in self.modes and AUTO in self.tree_nodes):
+            plans += self._keyed(AUTO, [self.adaptive_tree])
+        return plans
+
+    @property
+    def fixed_nodes(self) -> list[Any]:
+        return [nodes for nodes in self.tree_nodes if nodes != AUTO]
+
+    @property
+    def adaptive_tree(self) -> TreeConfig:
+        """As large as the largest that is asked for: a round of it may be any smaller one."""
+        nodes: Any = max((nodes for nodes in self.fixed_nodes if nodes is not None), default=None)
+        return TreeConfig(max(self.tree_depth), max(self.tree_top_k), nodes, self.tree_level_weight[0], adaptive=True)
+
+    @property
+    def rules(self) -> list[RuleConfig]:
+        """One per run of a mode; the draft noise belongs to the match rule where that is among several."""
+        rules: list[RuleConfig] = []
+        for rule in dict.fromkeys(self.rule):
+            noises = self.draft_noise if rule == MATCH or MATCH not in self.rule else (NO_NOISE,)
+            rules += [RuleConfig(rule, noise, self.threshold) for noise in dict.fromkeys(noises)]
+        return rules
+
+    def _keyed(self, kind: str, trees: list[TreeConfig]) -> list[ModePlan]:
+        """The first tree of a mode under the default rule bears the mode's name; others what is not so beside it."""
+        plans = []
+        for tree, rule in product(trees, self.rules):
+            parts = [shape_name(tree)] if tree != trees[0] else []
+            parts += [rule_name(rule)] if rule_name(rule) else []
+            plans.append(ModePlan(f"{kind}[{','.join(parts)}]" if parts else kind, kind, tree, rule))
         return plans
 
     def unused(self) -> list[str]:
         """What was asked for and changes nothing, flag by flag."""
-        given, default = self.sampling, SamplingConfig()
-        greedy = [flag(n) for n in ("top_k", "top_p", "seed") if getattr(given, n) != getattr(default, n)]
-        said = [f"{name} changes nothing at temperature 0" for name in greedy if given.temperature == 0]
+        said = [f"{name} changes nothing at temperature 0" for name in self._unused_when_greedy()]
         if self.draft is not None and not self.needs_head:
             said.append("--draft changes nothing: no mode drafts")
         if self.chain_depth is not None and CHAIN not in self.modes:
             said.append("--chain-depth changes nothing: chain is no mode of this run")
+        if self.rules != [RuleConfig(threshold=self.threshold)] and not self.needs_head:
+            said.append("--rule and --draft-noise change nothing: no mode drafts")
+        if self.threshold != RuleConfig.threshold and THRESHOLD not in self.rule:
+            said.append(f"--threshold changes nothing: it belongs to --rule {THRESHOLD}")
         return said
+
+    def _unused_when_greedy(self) -> list[str]:
+        if self.sampling.temperature != 0:
+            return []
+        given, default = self.sampling, SamplingConfig()
+        names = [n for n in ("top_k", "top_p", "min_p", "seed") if getattr(given, n) != getattr(default, n)]
+        if self.needs_head and set(self.rule) - {MATCH, THRESHOLD}:
+            names.append("rule")
+        if self.needs_head and set(self.draft_noise) != {NO_NOISE}:
+            names.append("draft_noise")
+        return [flag(name) for name in names]
 
     @property
     def needs_head(self) -> bool:
         return any(plan.tree is not None for plan in self.plans())
 
 
-def _keyed(kind: str, trees: list[TreeConfig]) -> list[ModePlan]:
-    """The first setting of a mode bears the mode's name, later ones their shape beside it."""
-    keys = [kind] + [f"{kind}[{shape_name(tree)}]" for tree in trees[1:]]
-    return [ModePlan(key, kind, tree) for key, tree in zip(keys, trees, strict=True)]
-
-
 def shape_name(tree: TreeConfig) -> str:
-    return f"d{tree.depth}k{tree.top_k}n{tree.nodes}"
+    weight = "" if tree.level_weight == 1 else f"w{tree.level_weight:g}"
+    return f"d{tree.depth}k{tree.top_k}n{tree.nodes}{weight}"
+
+
+def rule_name(rule: RuleConfig) -> str:
+    """What a mode's key says of its rule: nothing for the default."""
+    if rule.rule != MATCH:
+        return rule.rule
+    return "" if rule.draft_noise == NO_NOISE else rule.draft_noise
 
 
 def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+def _check_texts(name: str, texts: Sequence[str], when_empty: str) -> None:
+    if "" in texts:
+        raise ConfigError(f"{name} is an empty string, which {when_empty}")
+    if any("\ud800" <= letter <= "\udfff" for text in texts for letter in text):
+        raise ConfigError(f"{name} holds bytes that are no text in this locale's encoding")
 
 
 def check_writable(path: Path) -> None:

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from eagle3_infer.config import MATCH, NO_NOISE
+
 REST = ("tree_build", "accept", "relocate", "other")
 HEADER = ("mode", "shape", "tokens", "tau", "tok/s", "vs plain", "vs HF", "prefill", "draft", "verify", "rest")
 SHOWN_DIVERGENCES = 12
@@ -10,46 +12,72 @@ NAMES = {"hf_generate": "HF generate"}
 
 
 def render_report(report: dict[str, Any]) -> str:
-    """Summary table, categories, contexts, acceptance by level, and whether the outputs are the same."""
+    """Summary table, categories, contexts, acceptance by level, loops, and whether the outputs are the same."""
     if not report["modes"]:
         return "nothing was measured"
     parts = [summary_table(report), category_table(report), context_table(report)]
-    parts += [acceptance_lines(report), identity_lines(report["verify"])]
+    parts += [acceptance_lines(report), logprob_line(report), loop_lines(report), identity_lines(report["verify"])]
     return "\n\n".join(part for part in parts if part)
 
 
 def summary_table(report: dict[str, Any]) -> str:
-    rows = [HEADER] + [_summary_row(key, mode) for key, mode in report["modes"].items()]
+    modes = report["modes"]
+    rows = [HEADER] + [_summary_row(key, mode) for key, mode in modes.items()]
+    batch = report["run"].get("settings", {}).get("batch", 1)
     notes = [
         "tau: tokens per round; tok/s and speedups without the prefill; prefill ... rest in seconds.",
     ]
-    slower = [_name(k) for k, m in report["modes"].items() if (m["speedup_vs_plain"] or 1) < 1 and m["settings"]]
+    if batch > 1:
+        notes.append(f"Up to {batch} prompts at once: tok/s is what the whole batch emits.")
+    if lossy := [_name(key) for key, mode in modes.items() if mode["lossy"]]:
+        notes.append(f"LOSSY: {', '.join(lossy)} may emit what the target would not.")
+    slower = [_name(k) for k, m in modes.items() if (m["speedup_vs_plain"] or 1) < 1 and m["settings"]]
     if slower:
         notes.append(f"Slower than plain decoding here: {', '.join(slower)}.")
-    if any(_spread_of(mode) for mode in report["modes"].values()):
-        notes.append("tok/s: median of the repeats (lowest - highest).")
+    if any(_spread(mode["tokens_per_second_spread"]) for mode in modes.values()):
+        notes.append("tok/s, speedups: median of the repeats (lowest - highest); a speedup is taken within a repeat.")
     return align(rows) + "\n" + "\n".join(notes)
 
 
 def _summary_row(key: str, mode: dict[str, Any]) -> tuple[str, ...]:
     stages = mode["seconds_by_stage"]
-    shape = "d{depth}k{top_k}n{nodes}".format(**mode["settings"]) if mode["settings"] else ""
     seconds = (stages["prefill"], stages["draft"], stages["verify"], sum(stages[name] for name in REST))
     return (
-        _name(key).split("[")[0],
-        shape,
+        _mode_cell(key, mode),
+        _shape(mode["settings"]),
         str(mode["tokens"]),
         _number(mode["tau"]),
-        _number(mode["tokens_per_second"], 1) + _spread_of(mode),
-        _times(mode["speedup_vs_plain"]),
-        _times(mode["speedup_vs_hf"]),
+        _number(mode["tokens_per_second"], 1) + _spread(mode["tokens_per_second_spread"], 1),
+        _times(mode["speedup_vs_plain"]) + _spread(mode["speedup_vs_plain_spread"]),
+        _times(mode["speedup_vs_hf"]) + _spread(mode["speedup_vs_hf_spread"]),
         *(f"{value:.2f}" for value in seconds),
     )
 
 
-def _spread_of(mode: dict[str, Any]) -> str:
-    low, high = mode["tokens_per_second_spread"] or (0.0, 0.0)
-    return f" ({low:.1f} - {high:.1f})" if low != high else ""
+def _mode_cell(key: str, mode: dict[str, Any]) -> str:
+    """Kind, rule and LOSSY where that is so; the shape has its own column."""
+    settings = mode["settings"]
+    parts = [_name(key).split("[")[0]]
+    if settings.get("rule", MATCH) != MATCH:
+        parts.append(settings["rule"])
+    if settings.get("draft_noise", NO_NOISE) != NO_NOISE:
+        parts.append(settings["draft_noise"])
+    return " ".join(parts + ["LOSSY"] * mode["lossy"])
+
+
+def _shape(settings: dict[str, Any]) -> str:
+    """`d4k4n16`, the level weight where it says something, and `<=` where a round may take less."""
+    if not settings:
+        return ""
+    weight = settings.get("level_weight", 1)
+    shape = "d{depth}k{top_k}n{nodes}".format(**settings) + (f"w{weight:g}" if weight != 1 else "")
+    return f"<={shape}" if settings.get("adaptive") else shape
+
+
+def _spread(values: Sequence[float] | None, digits: int = 2) -> str:
+    """` (low - high)`, where the two differ."""
+    low, high = values or (0.0, 0.0)
+    return f" ({low:.{digits}f} - {high:.{digits}f})" if low != high else ""
 
 
 def category_table(report: dict[str, Any]) -> str:
@@ -94,11 +122,31 @@ def acceptance_lines(report: dict[str, Any]) -> str:
     return align(rows, left=3) if len(rows) > 1 else ""
 
 
+def logprob_line(report: dict[str, Any]) -> str:
+    told = {key: mode["mean_logprob"] for key, mode in report["modes"].items() if mode["mean_logprob"] is not None}
+    cells = ", ".join(f"{_name(key)} {value:.3f}" for key, value in told.items())
+    return f"mean log-prob of a token under the target, at temperature 1: {cells}" if told else ""
+
+
+def loop_lines(report: dict[str, Any]) -> str:
+    """How much of the replies only repeats itself, and tau without that; nothing where nothing loops."""
+    modes = {key: mode["loops"] for key, mode in report["modes"].items()}
+    if not any(loops["share"] for loops in modes.values()):
+        return ""
+    shares = list(dict.fromkeys(f"{loops['share']:.0%}" for loops in modes.values() if loops["share"] is not None))
+    named = ", ".join(f"{_name(key)} {loops['share'] or 0:.0%}" for key, loops in modes.items())
+    drafted = {key: loops["tau_outside"] for key, loops in modes.items() if report["modes"][key]["settings"]}
+    outside = ", ".join(f"{_name(key)} {_number(value)}" for key, value in drafted.items())
+    line = f"repetition loops: {shares[0] if len(shares) == 1 else named} of the tokens"
+    return f"{line}; tau outside them: {outside}" if outside else line
+
+
 def identity_lines(verify: dict[str, Any]) -> str:
     """Which modes gave the same tokens, and where one did not."""
     pairs = _telling_pairs(verify["pairs"])
+    apart = [f"outputs: {_name(row['mode'])} not compared: {row['reason']}" for row in verify["not_compared"]]
     if not pairs:
-        return "outputs: one mode only, nothing to compare"
+        return "\n".join(apart or ["outputs: one mode only, nothing to compare"])
     same = [p for p in pairs if p["identical"] == p["compared"]]
     lines = []
     if same:
@@ -112,6 +160,7 @@ def identity_lines(verify: dict[str, Any]) -> str:
     lines += _divergence_lines(verify, {(p["mode"], p["reference"]) for p in pairs})
     if verify["unclassified"]:
         lines.append("  --verify tells rounding from a bug; --dtype float32 makes the comparison exact")
+    lines += apart
     return "\n".join(lines)
 
 

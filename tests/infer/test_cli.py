@@ -21,6 +21,7 @@ from eagle3_infer import bench as bench_module
 from eagle3_infer import explain as explain_module
 from eagle3_infer import verify as verify_module
 from eagle3_infer.cli import main, parse_settings
+from eagle3_infer.config import SamplingConfig, TreeConfig
 from eagle3_infer.models import random_head
 from eagle3_infer.settings import RunSettings
 
@@ -146,10 +147,14 @@ def test_lists_run_every_combination(base, tmp_path):
     assert main([*base, *flags, "--json", str(path)]) == 0
     modes = json.loads(path.read_text())["modes"]
     assert list(modes) == ["plain", "chain", "tree", "tree[d3k2n6]"]
-    assert modes["chain"]["settings"] == {"depth": 2, "top_k": 1, "nodes": 2}
+    assert modes["chain"]["settings"] == {
+        "depth": 2, "top_k": 1, "nodes": 2, "level_weight": 1.0, "adaptive": False,
+        "rule": "match", "draft_noise": "none", "threshold": 0.3, "lossless": True,
+    }  # fmt: skip
     assert modes["tree"]["settings"]["nodes"] == 4 and modes["tree"]["speedup_vs_hf"] is None
-    low, high = modes["tree"]["tokens_per_second_spread"]
-    assert low <= modes["tree"]["tokens_per_second"] <= high
+    for name in ("tokens_per_second", "speedup_vs_plain"):
+        low, high = modes["tree"][f"{name}_spread"]
+        assert low <= modes["tree"][name] <= high
 
 
 def test_plain_only_needs_no_head(target_folder, prompts_file, capsys):
@@ -163,7 +168,12 @@ def test_plain_only_needs_no_head(target_folder, prompts_file, capsys):
     "flags, named",
     [
         (["--top-p", "0.9", "--seed", "4"], ["--top-p", "--seed"]),
-        (["--temperature", "0.5", "--top-p", "0.9", "--seed", "4"], []),
+        (["--temperature", "0.5", "--top-p", "0.9", "--seed", "4", "--rule", "rejection"], []),
+        (["--min-p", "0.1", "--rule", "match,rejection"], ["--min-p", "--rule"]),
+        (["--draft-noise", "shared"], ["--draft-noise"]),
+        (["--rule", "threshold", "--threshold", "0.5"], []),
+        (["--threshold", "0.5"], ["--threshold"]),
+        (["--temperature", "1", "--mode", "plain", "--rule", "rejection"], ["--rule"]),
         (["--mode", "plain", "--draft", "random", "--chain-depth", "2"], ["--draft", "--chain-depth"]),
         ([], []),
     ],
@@ -206,6 +216,140 @@ def test_no_template_is_said_once(tmp_path, prompts_file, capsys):
     assert "  | Hello\n" in out and out.count("has no chat template") == 1
 
 
+def keys(*flags):
+    return [plan.key for plan in parse_settings(["--temperature", "1", *flags]).plans()]
+
+
+@pytest.mark.parametrize(
+    "flags, expected",
+    [
+        ([], ["plain", "chain", "tree"]),
+        (["--mode", "plain,auto"], ["plain", "auto"]),
+        (["--mode", "tree", "--tree-nodes", "auto"], ["auto"]),
+        (["--mode", "tree", "--tree-nodes", "8,auto,16"], ["tree", "tree[d4k4n16]", "auto"]),
+        (["--mode", "tree,auto", "--tree-nodes", "auto", "--verify"], ["plain", "auto"]),
+        (["--mode", "plain", "--tree-nodes", "auto"], ["plain"]),
+        (["--mode", "tree", "--tree-level-weight", "1,0.5"], ["tree", "tree[d4k4n16w0.5]"]),
+        (["--rule", "rejection"], ["plain", "chain[rejection]", "tree[rejection]"]),
+        (["--mode", "tree", "--draft-noise", "none,shared"], ["tree", "tree[shared]"]),
+        (
+            ["--mode", "tree", "--tree-nodes", "8,16", "--rule", "match,target_only", "--draft-noise", "shared"],
+            ["tree[shared]", "tree[target_only]", "tree[d4k4n16,shared]", "tree[d4k4n16,target_only]"],
+        ),
+        # the default is TreeConfig's, top_k * depth: given twice it is one tree
+        (["--mode", "tree", "--tree-depth", "2,3", "--tree-top-k", "2"], ["tree", "tree[d3k2n6]"]),
+        (["--mode", "tree", "--tree-nodes", "16,16"], ["tree"]),
+    ],
+)
+def test_keys_of_the_modes(flags, expected):
+    assert keys(*flags) == expected
+
+
+def test_an_adaptive_tree_may_be_as_large_as_the_largest():
+    flags = ["--mode", "auto", "--tree-depth", "2,5", "--tree-top-k", "3,2", "--tree-nodes", "8,auto,12"]
+    assert parse_settings(flags).adaptive_tree == TreeConfig(depth=5, top_k=3, nodes=12, adaptive=True)
+    assert parse_settings(["--mode", "auto"]).adaptive_tree == TreeConfig(adaptive=True)
+
+
+def test_sampling_flags_reach_the_requests():
+    flags = [
+        "--temperature", "0.5", "--min-p", "0.1", "--repetition-penalty", "1.2", "--presence-penalty", "0.3",
+        "--frequency-penalty", "-0.1", "--logit-bias", "5=1.5", "--logit-bias", "7=-2", "--min-tokens", "3",
+    ]  # fmt: skip
+    assert parse_settings(flags).sampling == SamplingConfig(
+        temperature=0.5, min_p=0.1, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=-0.1,
+        logit_bias=((5, 1.5), (7, -2.0)), min_tokens=3,
+    )  # fmt: skip
+
+
+PENALTIES = (
+    "--repetition-penalty", "1.3", "--presence-penalty", "0.5", "--frequency-penalty", "0.2", "--logit-bias", "65=4",
+    "--min-tokens", "8", "--bad-word", "A", "--bad-word", "XY",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("batch", ["1", "3"])
+def test_penalties_and_bans_are_the_same_for_every_mode(base, tmp_path, capsys, batch):
+    path = tmp_path / "report.json"
+    argv = [*base, *PENALTIES, "--dtype", "float32", "--batch", batch, "--verify", "--json", str(path)]
+    assert main(argv) == 0
+    out = capsys.readouterr().out
+    assert "chain == plain, tree == plain, plain == HF generate (3/3 replies)" in out
+    assert "greedy: repetition_penalty 1.3" in out and "bad_words ['A', 'XY']" in out
+    report = json.loads(path.read_text())
+    for row in report["outputs"]:
+        assert "A" not in row["text"] and "XY" not in row["text"]
+        assert len(row["token_ids"]) >= 8
+
+
+def test_a_batch_replies_as_one_prompt_at_a_time(base, tmp_path, capsys):
+    path, outputs = tmp_path / "report.json", {}
+    for batch in ("1", "3"):
+        assert main([*base, "--dtype", "float32", "--batch", batch, "--json", str(path)]) == 0
+        report = json.loads(path.read_text())
+        assert report["verify"]["identical"] == report["verify"]["compared"] == 5 * 3
+        order = sorted(report["outputs"], key=lambda row: (row["mode"], row["id"], row["turn"]))
+        outputs[batch] = [(row["mode"], row["id"], row["turn"], row["token_ids"], row["rounds"]) for row in order]
+    assert outputs["1"] == outputs["3"]
+    assert "Up to 3 prompts at once" in capsys.readouterr().out
+    for key, mode in report["modes"].items():
+        rows = [row for row in report["outputs"] if row["mode"] == key]
+        # all first turns, then the second ones
+        assert [(row["id"], row["turn"]) for row in rows] == [("1", 0), ("2", 0), ("1", 1)]
+        assert mode["seconds"] == pytest.approx(sum(row["seconds"] for row in rows))
+        decoding = mode["seconds"] - mode["seconds_by_stage"]["prefill"]
+        assert mode["tokens_per_second"] == pytest.approx((mode["tokens"] - len(rows)) / decoding)
+
+
+def test_rules_that_draw_other_tokens_are_labelled_and_not_compared(base, tmp_path, capsys):
+    path = tmp_path / "report.json"
+    flags = ["--temperature", "1", "--rule", "match,rejection,threshold", "--verify", "--json", str(path)]
+    assert main([*base, *flags, "--mode", "plain,chain"]) == 0
+    out, report = capsys.readouterr().out, json.loads(path.read_text())
+    assert list(report["modes"]) == ["plain", "chain", "chain[rejection]", "chain[threshold]", "hf_generate"]
+    assert [mode["lossy"] for mode in report["modes"].values()] == [False, False, False, True, False]
+    assert report["modes"]["chain[rejection]"]["settings"]["rule"] == "rejection"
+    assert not report["modes"]["chain[threshold]"]["settings"]["lossless"]
+    assert {row["mode"] for row in report["verify"]["not_compared"]} == {"chain[rejection]", "chain[threshold]"}
+    assert {(pair["mode"], pair["reference"]) for pair in report["verify"]["pairs"]} == {("chain", "plain")}
+    assert "chain threshold LOSSY" in out and "LOSSY: chain[threshold]" in out
+    assert "chain[rejection] not compared: the rejection rule draws other tokens, of the same law" in out
+
+
+def test_shared_noise_emits_plains_tokens(base, capsys):
+    flags = ["--temperature", "1", "--draft-noise", "none,shared", "--dtype", "float32", "--verify"]
+    assert main([*base, *flags]) == 0
+    assert "chain[shared] == plain" in capsys.readouterr().out
+
+
+def test_an_adaptive_run(base, tmp_path, capsys):
+    path = tmp_path / "report.json"
+    flags = ["--tree-nodes", "6,auto", "--dtype", "float32", "--verify", "--json", str(path)]
+    assert main([*base, *flags]) == 0
+    report = json.loads(path.read_text())
+    assert list(report["modes"]) == ["plain", "chain", "tree", "auto", "hf_generate"]
+    assert report["modes"]["auto"]["settings"]["adaptive"] and report["modes"]["auto"]["nodes_per_round"] <= 6
+    assert report["verify"]["identical"] == report["verify"]["compared"] == 7 * 3
+    assert "<=d3k2n6" in capsys.readouterr().out
+
+
+def test_logprobs_are_in_the_report(base, tmp_path, capsys):
+    path = tmp_path / "report.json"
+    argv = [*base, "--dtype", "float32", "--json", str(path)]
+    assert main([*argv, "--logprobs"]) == 0
+    report = json.loads(path.read_text())
+    for row in report["outputs"]:
+        if row["mode"] == "hf_generate":
+            assert "logprobs" not in row
+        else:
+            assert len(row["logprobs"]) == len(row["token_ids"]) and max(row["logprobs"]) <= 0
+    means = [mode["mean_logprob"] for mode in report["modes"].values()]
+    assert means[0] == pytest.approx(means[1], abs=1e-4) == pytest.approx(means[2], abs=1e-4) and means[3] is None
+    assert "mean log-prob of a token under the target" in capsys.readouterr().out
+    assert main(argv) == 0
+    assert all("logprobs" not in row for row in json.loads(path.read_text())["outputs"])
+
+
 def test_stop_string_ends_every_mode_alike(base, tmp_path, capsys):
     path = tmp_path / "report.json"
     assert main([*base, "--json", str(path)]) == 0
@@ -224,15 +368,25 @@ def test_stop_string_ends_every_mode_alike(base, tmp_path, capsys):
 
 
 class Stopping(bench_module.Engine):
-    """An engine whose user presses Ctrl-C during its fifth request."""
+    """An engine whose user presses Ctrl-C during its fifth run, or as a run's third request ends."""
 
     calls = 0
+    results: int | None = None
 
-    def generate_one(self, request):
+    def generate(self, requests, on_result=None):
         Stopping.calls += 1
         if Stopping.calls == 5:
             raise KeyboardInterrupt
-        return super().generate_one(request)
+
+        def stop(index, result):
+            if on_result is not None:
+                on_result(index, result)
+            if Stopping.results is not None:
+                Stopping.results += 1
+                if Stopping.results == 3:
+                    raise KeyboardInterrupt
+
+        return super().generate(requests, stop)
 
 
 def test_ctrl_c_keeps_what_was_finished(base, tmp_path, capsys, monkeypatch):
@@ -247,14 +401,38 @@ def test_ctrl_c_keeps_what_was_finished(base, tmp_path, capsys, monkeypatch):
     assert "interrupted" in capsys.readouterr().err
 
 
-class Wrong(bench_module.Engine):
-    """An engine whose drafts change the third token: what --verify is for."""
+def test_ctrl_c_in_a_batch_keeps_the_replies_that_had_ended(base, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_module, "Engine", Stopping)
+    monkeypatch.setattr(Stopping, "calls", 0)
+    monkeypatch.setattr(Stopping, "results", 0)
+    path = tmp_path / "report.json"
+    # two prompts warm up; the third result is the first reply that counts
+    assert main([*base, "--batch", "2", "--json", str(path)]) == 130
+    report = json.loads(path.read_text())
+    assert list(report["modes"]) == ["plain"] and len(report["outputs"]) == 1
 
-    def generate_one(self, request):
-        result = super().generate_one(request)
-        if self.drafter is not None and len(result.token_ids) > 2:
-            result.token_ids[2] = (result.token_ids[2] + 1) % 250
-        return result
+
+class Spoilt(bench_module.Engine):
+    """An engine whose results are changed as they come."""
+
+    def generate(self, requests, on_result=None):
+        def told(index, result):
+            self.spoil(result.token_ids)
+            if on_result is not None:
+                on_result(index, result)
+
+        return super().generate(requests, told)
+
+    def spoil(self, tokens):
+        raise NotImplementedError
+
+
+class Wrong(Spoilt):
+    """Its drafts change the third token: what --verify is for."""
+
+    def spoil(self, tokens):
+        if self.drafter is not None and len(tokens) > 2:
+            tokens[2] = (tokens[2] + 1) % 250
 
 
 @pytest.mark.parametrize("replayed", [False, True], ids=["in the run only", "in the replay too"])
@@ -288,13 +466,11 @@ def test_bf16_divergences_are_explained(base, tmp_path):
 def test_plain_decoding_that_parts_from_hf_is_a_bug(base, tmp_path, capsys, monkeypatch):
     """Both replays share this engine's faults; transformers' own fp32 decision does not."""
     monkeypatch.setattr(explain_module, "LARGEST_GAP", {torch.float32: 1e9})
-    monkeypatch.setattr(explain_module, "stock_decision", lambda target, ids: -1)
+    monkeypatch.setattr(explain_module, "stock_decision", lambda target, request, output: -1)
 
-    class Both(bench_module.Engine):
-        def generate_one(self, request):
-            result = super().generate_one(request)
-            result.token_ids[1] = (result.token_ids[1] + 1) % 250
-            return result
+    class Both(Spoilt):
+        def spoil(self, tokens):
+            tokens[1] = (tokens[1] + 1) % 250
 
     monkeypatch.setattr(bench_module, "Engine", Both)
     assert main([*base, "--mode", "plain", "--dtype", "float32", "--verify", "--limit", "1"]) == 1
@@ -317,6 +493,24 @@ def test_plain_decoding_that_parts_from_hf_is_a_bug(base, tmp_path, capsys, monk
         (["--top-p", "0"], "top_p"),
         (["--top-k", "-1"], "top_k"),
         (["--temperature", "1e-45"], "at least 0.0001"),
+        (["--min-p", "2"], "min_p"),
+        (["--repetition-penalty", "0"], "repetition_penalty"),
+        (["--presence-penalty", "nan"], "presence_penalty"),
+        (["--logit-bias", "5"], "ID=VALUE"),
+        (["--logit-bias", "5=1", "--logit-bias", "5=2"], "twice"),
+        (["--logit-bias", "257=1"], "0 .. 256"),
+        (["--bad-word", ""], "--bad-word"),
+        (["--min-tokens", "-1"], "min_tokens"),
+        (["--rule", "greedy"], "match, target_only, rejection, threshold"),
+        (["--rule", ""], "--rule"),
+        (["--draft-noise", "loud"], "none, shared"),
+        (["--rule", "rejection", "--draft-noise", "shared"], "needs the match rule"),
+        (["--threshold", "0"], "threshold"),
+        (["--batch", "0"], "--batch"),
+        (["--prefill-rows", "0"], "--prefill-rows"),
+        (["--tree-nodes", "many"], "'auto' or a comma list"),
+        (["--tree-level-weight", "0"], "level_weight"),
+        (["--tree-level-weight", "x"], "a number or a comma list"),
         (["--tree-depth", "0"], "depth"),
         (["--chain-depth", "99999999999999999999"], "between 1 and 1024"),
         (["--chain-depth", "300"], "between 1 and 256"),

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from eagle3.errors import DataError
-from eagle3_infer.prompts import Prompt, load_prompts, parse_prompt, render, shipped_prompts_path
+from eagle3.errors import ConfigError, DataError
+from eagle3_infer.prompts import Prompt, load_prompts, parse_prompt, render, shipped_prompts_path, word_ids
 
 
 class Templated:
@@ -164,3 +164,18 @@ def test_null_is_no_id(tmp_path):
     assert [p.id for p in load_prompts(path)] == ["1", "7", "3"]
     rows = [{"prompt": "a", "id": None}, {"prompt": "b", "id": None, "question_id": None}]
     assert [p.id for p in load_prompts(write(tmp_path, *rows))] == ["1", "2"]
+
+
+def test_bad_words_are_met_with_and_without_a_blank():
+    ids = word_ids(Templated(), ["ab", " c", "ab"])
+    assert ids == ((97, 98), (32, 97, 98), (32, 99))
+    assert word_ids(Templated(), []) == ()
+
+
+def test_a_bad_word_of_no_token():
+    class Deaf(Templated):
+        def __call__(self, text, add_special_tokens=True):
+            return {"input_ids": []}
+
+    with pytest.raises(ConfigError, match="'x' is no token"):
+        word_ids(Deaf(), ["x"])

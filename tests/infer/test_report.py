@@ -15,7 +15,8 @@ SCHEMA_MODE_KEYS = {
     "tokens", "rounds", "tau", "tau_prompt_mean", "seconds", "tokens_per_second", "end_to_end_tokens_per_second",
     "speedup_vs_plain", "speedup_vs_hf", "seconds_by_stage", "offered_by_level", "accepted_by_level",
     "nodes_per_round", "utilisation", "path_conflict", "run_length_hist", "by_category", "by_context",
-    "peak_memory_bytes",
+    "peak_memory_bytes", "settings", "lossy", "loops", "mean_logprob", "tokens_per_second_spread",
+    "speedup_vs_plain_spread", "speedup_vs_hf_spread",
 }  # fmt: skip
 
 
@@ -51,7 +52,7 @@ def report():
     )
     hf = mode_run("hf_generate", [output("hf_generate", [1] * 6), output("hf_generate", [1] * 3, id="b")])
     modes = [plain, tree, hf]
-    return build_report({"argv": []}, modes, compare_modes(modes, None, with_hf=True))
+    return build_report({"argv": []}, modes, compare_modes(modes, None, sampled=False))
 
 
 def test_schema(report):
@@ -99,9 +100,9 @@ def test_figures_by_hand(report):
 def test_no_round_no_tau():
     """A reply that ends with its first token has no round: tau is null, not zero, not one."""
     run = mode_run("plain", [output("plain", [])])
-    mode = build_report({}, [run], compare_modes([run], None, True))["modes"]["plain"]
+    mode = build_report({}, [run], compare_modes([run], None, False))["modes"]["plain"]
     assert mode["tau"] is None and mode["tau_prompt_mean"] is None and mode["run_length_hist"] == {}
-    assert render_report(build_report({}, [run], compare_modes([run], None, True)))
+    assert render_report(build_report({}, [run], compare_modes([run], None, False)))
 
 
 def test_speedup_is_over_the_turns_that_both_ran():
@@ -115,8 +116,98 @@ def test_the_median_repeat_gives_the_figures():
     repeats = [[output("plain", [1] * 6, verify=seconds)] for seconds in (1.0, 3.0, 2.0)]
     mode = mode_run("plain", repeats[0], more_repeats=repeats[1:])
     assert mode.outputs is repeats[2]
-    summary = build_report({}, [mode], compare_modes([mode], None, True))["modes"]["plain"]
+    summary = build_report({}, [mode], compare_modes([mode], None, False))["modes"]["plain"]
     assert summary["tokens_per_second_spread"] == pytest.approx([6 / 3.5, 6 / 1.5])
+
+
+def test_speedups_are_taken_within_a_repeat():
+    """The machine was three times slower in the second repeat, for both modes: that is no change of the speedup."""
+    plain = [[output("plain", [1] * 6, verify=seconds, other=0, draft=0)] for seconds in (2.0, 6.0, 2.0)]
+    tree = [[output("tree", [3, 3], verify=seconds, other=0, draft=0)] for seconds in (1.0, 3.0, 1.6)]
+    modes = [mode_run("plain", plain[0], more_repeats=plain[1:]), mode_run("tree", tree[0], TREE, tree[1:])]
+    summary = build_report({}, modes, compare_modes(modes, None, False))
+    mode = summary["modes"]["tree"]
+    assert mode["speedup_vs_plain"] == pytest.approx(2.0)
+    assert mode["speedup_vs_plain_spread"] == pytest.approx([1.25, 2.0])
+    assert mode["speedup_vs_hf"] is mode["speedup_vs_hf_spread"] is None
+    assert "2.00x (1.25 - 2.00)" in render_report(summary)
+
+
+def test_a_repeat_that_only_one_mode_finished_makes_no_pair():
+    plain = mode_run("plain", [output("plain", [1] * 6)], more_repeats=[[output("plain", [1] * 6, verify=9.0)]])
+    tree = mode_run("tree", [output("tree", [6])], TREE, [[]])
+    assert len(tree.speedups(plain)) == 1 and tree.speedups(None) == []
+
+
+def test_loops_are_told_apart():
+    """A reply of 13 tokens of text, then one token for ever: its drafts are accepted, and say nothing of the text."""
+    loop = output("tree", [2] * 6 + [4] * 8, accepted_by_level=[14, 8, 8], offered_by_level=[14, 14, 14])
+    loop.token_ids[13:] = [99] * len(loop.token_ids[13:])
+    plain = output("plain", [1] * 44)
+    modes = [mode_run("plain", [plain]), mode_run("tree", [loop], TREE)]
+    report = build_report({}, modes, compare_modes(modes, None, False))
+    # the first 99 is the round's own, what repeats it is the loop
+    assert report["modes"]["tree"]["loops"] == {"share": 31 / 45, "tau_outside": (6 * 2 + 4) / 7}
+    assert report["modes"]["plain"]["loops"] == {"share": 0.0, "tau_outside": 1.0}
+    text = render_report(report)
+    assert "repetition loops: plain 0%, tree 69% of the tokens; tau outside them: tree 2.29" in text
+
+
+def test_no_loop_no_line(report):
+    assert report["modes"]["tree"]["loops"]["share"] == 0.0
+    assert "repetition" not in render_report(report)
+
+
+def test_rules_are_told_in_table_and_file():
+    def drafting(key, **rule):
+        settings = {**TREE, "rule": "match", "draft_noise": "none", "lossless": True, **rule}
+        return mode_run(key, [output(key, [2, 2])], settings)
+
+    modes = [
+        mode_run("plain", [output("plain", [1] * 4)]),
+        drafting("chain[shared]", draft_noise="shared"),
+        drafting("chain[rejection]", rule="rejection"),
+        drafting("tree[d2k2n4,threshold]", rule="threshold", lossless=False),
+    ]
+    drawn = build_report({}, modes, compare_modes(modes, None, sampled=True))
+    assert [mode["lossy"] for mode in drawn["modes"].values()] == [False, False, False, True]
+    assert [pair["mode"] for pair in drawn["verify"]["pairs"]] == ["chain[shared]"]
+    assert [row["mode"] for row in drawn["verify"]["not_compared"]] == ["chain[rejection]", "tree[d2k2n4,threshold]"]
+    rows = render_report(drawn).splitlines()
+    assert [row.split("  ")[0] for row in rows[2:6]] == [
+        "plain",
+        "chain shared",
+        "chain rejection",
+        "tree threshold LOSSY",
+    ]
+    assert "LOSSY: tree[d2k2n4,threshold] may emit what the target would not." in rows
+    assert "outputs: tree[d2k2n4,threshold] not compared: its rule is lossy" in rows
+    # without drawing every lossless rule emits plain's tokens
+    greedy = build_report({}, modes, compare_modes(modes, None, sampled=False))
+    assert [pair["mode"] for pair in greedy["verify"]["pairs"]] == ["chain[shared]", "chain[rejection]"]
+    assert [row["mode"] for row in greedy["verify"]["not_compared"]] == ["tree[d2k2n4,threshold]"]
+
+
+def test_only_modes_that_are_not_compared():
+    modes = [mode_run("tree[threshold]", [output("tree[threshold]", [2])], {**TREE, "lossless": False})]
+    text = render_report(build_report({}, modes, compare_modes(modes, None, False)))
+    assert text.endswith("outputs: tree[threshold] not compared: its rule is lossy")
+
+
+def test_shapes_in_the_table():
+    shapes = [{}, {"adaptive": True}, {"level_weight": 0.5}]
+    modes = [mode_run(f"tree[{i}]", [output("tree", [2])], {**TREE, **more}) for i, more in enumerate(shapes)]
+    text = render_report(build_report({}, modes, compare_modes(modes, None, False)))
+    assert [line.split()[1] for line in text.splitlines()[2:5]] == ["d2k2n4", "<=d2k2n4", "d2k2n4w0.5"]
+
+
+def test_logprobs_are_shown_where_they_were_asked_for():
+    asked = [output("plain", [1], logprobs=[-0.5, -1.5]), output("plain", [], id="b", logprobs=[-1.0])]
+    modes = [mode_run("plain", asked), mode_run("hf_generate", [output("hf_generate", [1])])]
+    report = build_report({}, modes, compare_modes(modes, None, False))
+    assert report["modes"]["plain"]["mean_logprob"] == -1.0 and report["modes"]["hf_generate"]["mean_logprob"] is None
+    assert [row.get("logprobs") for row in report["outputs"]] == [[-0.5, -1.5], [-1.0], None]
+    assert "at temperature 1: plain -1.000" in render_report(report)
 
 
 def test_an_unfinished_repeat_is_left_out():
@@ -128,7 +219,7 @@ def test_an_unfinished_repeat_is_left_out():
 def test_context_buckets_follow_the_reply():
     """A reply that crosses a bucket's edge is counted in both, each round where it began."""
     groups = build_report(
-        {}, [mode_run("plain", [output("plain", [1] * 6, prompt_tokens=124)])], compare_modes([], None, True)
+        {}, [mode_run("plain", [output("plain", [1] * 6, prompt_tokens=124)])], compare_modes([], None, False)
     )
     contexts = groups["modes"]["plain"]["by_context"]
     assert {name: group["rounds"] for name, group in contexts.items()} == {"0-127": 3, "128-255": 3}
@@ -139,15 +230,15 @@ def test_comparison_counts_and_names_the_place():
     other = output("plain", [1, 1, 1])
     other.token_ids[2] = 99
     modes = [mode_run("plain", [other, output("plain", [1], id="b")]), mode_run("tree", left)]
-    comparison = compare_modes(modes, None, with_hf=True)
+    comparison = compare_modes(modes, None, sampled=False)
     assert [(p.mode, p.reference, p.compared, p.identical) for p in comparison.pairs] == [("tree", "plain", 2, 1)]
     assert comparison.divergences == [Divergence("a", 0, "tree", "plain", 2)]
 
 
 def test_sampled_outputs_are_not_compared_with_hf():
     modes = [mode_run("plain", [output("plain", [1])]), mode_run("hf_generate", [output("hf_generate", [1, 1])])]
-    assert compare_modes(modes, None, with_hf=False).pairs == []
-    assert len(compare_modes(modes, None, with_hf=True).divergences) == 1
+    assert compare_modes(modes, None, sampled=True).pairs == []
+    assert len(compare_modes(modes, None, sampled=False).divergences) == 1
 
 
 def test_explained_divergences_reach_the_report():
@@ -156,7 +247,7 @@ def test_explained_divergences_reach_the_report():
     def explain(left, right, position):
         return Divergence(left.id, left.turn, left.mode, right.mode, position, "bug", 0.5, "told")
 
-    report = build_report({}, modes, compare_modes(modes, explain, with_hf=True))
+    report = build_report({}, modes, compare_modes(modes, explain, sampled=False))
     assert report["verify"]["bugs"][0]["position"] == 2 and report["verify"]["numeric"] == []
     assert "BUG: tree against plain, prompt a, turn 1, token 2" in render_report(report)
 
@@ -181,13 +272,13 @@ def test_slower_is_said():
         mode_run("plain", [output("plain", [1] * 4)]),
         mode_run("chain", [output("chain", [2, 2], verify=3.0)], TREE),
     ]
-    text = render_report(build_report({}, modes, compare_modes(modes, None, True)))
+    text = render_report(build_report({}, modes, compare_modes(modes, None, False)))
     assert "Slower than plain decoding here: chain" in text and "0.43x" in text
 
 
 def test_nothing_measured():
     assert (
-        render_report(build_report({}, [mode_run("plain", [])], compare_modes([], None, True)))
+        render_report(build_report({}, [mode_run("plain", [])], compare_modes([], None, False)))
         == "nothing was measured"
     )
 
@@ -216,7 +307,7 @@ def test_tau_is_pooled():
 
 def test_a_level_that_was_never_accepted_is_a_zero():
     run = mode_run("tree", [output("tree", [1, 1], offered_by_level=[4, 8], accepted_by_level=[])], TREE)
-    report = build_report({}, [run], compare_modes([run], None, True))
+    report = build_report({}, [run], compare_modes([run], None, False))
     assert report["modes"]["tree"]["accepted_by_level"] == [0, 0]
     assert "0.00 0.00" in render_report(report)
 
@@ -227,7 +318,7 @@ def test_divergences_are_listed_once_and_not_without_end():
     wrong = [output("tree", [2], id=str(i)) for i in range(20)]
     hf = [output("hf_generate", [1], id=str(i)) for i in range(20)]
     modes = [mode_run("plain", right), mode_run("tree", wrong, TREE), mode_run("hf_generate", hf)]
-    report = build_report({}, modes, compare_modes(modes, None, True))
+    report = build_report({}, modes, compare_modes(modes, None, False))
     assert len(report["verify"]["unclassified"]) == 40
     text = render_report(report)
     assert text.count("differs: ") == 12 and "and 8 more" in text and "tree against HF" not in text

@@ -5,7 +5,7 @@ import torch
 
 from eagle3.target import Target
 from eagle3_infer.compare import first_difference
-from eagle3_infer.config import SamplingConfig, TreeConfig
+from eagle3_infer.config import RuleConfig, SamplingConfig, TreeConfig
 from eagle3_infer.engine import Engine, Request
 from eagle3_infer.verify import Replay
 from oracles.invariants import KnowingHead, lower, random_head
@@ -20,16 +20,28 @@ def bfloat16_target() -> Target:
     return Target(lower(tiny_model("llama"), torch.bfloat16))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_low_precision_divergences_are_numeric(temperature):
-    target, sampling = bfloat16_target(), SamplingConfig(temperature, seed=1)
+PENALISED = SamplingConfig(0.8, seed=1, repetition_penalty=1.2, presence_penalty=0.3, min_tokens=20)
+
+
+@pytest.mark.parametrize(
+    "sampling, rule",
+    [
+        (SamplingConfig(), RuleConfig()),
+        (SamplingConfig(0.8, seed=1), RuleConfig()),
+        (SamplingConfig(0.8, seed=1), RuleConfig(draft_noise="shared")),
+        (PENALISED, RuleConfig()),
+    ],
+    ids=["greedy", "sampled", "shared noise", "penalties"],
+)
+def test_low_precision_divergences_are_numeric(sampling, rule):
+    target = bfloat16_target()
     kinds = []
     for i, prompt in enumerate(random_prompts(target, 6)):
         request = Request(prompt, sampling, max_new_tokens=40, prompt_id=i)
         plain = Engine(target).generate_one(request).token_ids
         head = KnowingHead(random_head(target).to(torch.bfloat16), prompt + plain, share=0.7)
-        drafted = Engine(target, head, TREE).generate_one(request).token_ids
-        found = Replay(target, head).explain(request, plain, drafted, TREE)
+        drafted = Engine(target, head, TREE, rule=rule).generate_one(request).token_ids
+        found = Replay(target, head).explain(request, plain, drafted, TREE, rule)
         assert (found is None) == (plain == drafted)
         if found is not None:
             kinds.append(found.kind)
@@ -38,7 +50,7 @@ def test_low_precision_divergences_are_numeric(temperature):
             assert 0 <= found.gap < 0.5
             assert found.exact_plain == found.exact_tree
     assert set(kinds) <= {"numeric"}
-    assert kinds or temperature
+    assert kinds or sampling.temperature
 
 
 def test_broken_verification_is_a_bug(monkeypatch):
@@ -46,9 +58,12 @@ def test_broken_verification_is_a_bug(monkeypatch):
     target = Target(tiny_model("llama"))
     head, request = random_head(target), Request([5, 6, 7], max_new_tokens=12)
     plain = Engine(target).generate_one(request).token_ids
-    monkeypatch.setattr(
-        "eagle3_kernels.verify_tree.reference._matching_child", lambda links, row, _: links.first_child[row]
-    )
+
+    def any_child(token: int, children: list[int]) -> tuple[int, int]:
+        return (0 if children else -1), token
+
+    for module in ("eagle3_kernels.verify_tree.reference", "eagle3_infer.rules"):
+        monkeypatch.setattr(f"{module}.match", any_child)
     wrong = Engine(target, head, TREE).generate_one(request).token_ids
     found = Replay(target, head).explain(request, plain, wrong, TREE)
     assert found is not None
