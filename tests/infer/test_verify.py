@@ -20,7 +20,7 @@ def bfloat16_target() -> Target:
     return Target(lower(tiny_model("llama"), torch.bfloat16))
 
 
-PENALISED = SamplingConfig(0.8, seed=1, repetition_penalty=1.2, presence_penalty=0.3, min_tokens=20)
+PENALISED = SamplingConfig(repetition_penalty=1.2, presence_penalty=2.0, frequency_penalty=1.0, min_tokens=20)
 
 
 @pytest.mark.parametrize(
