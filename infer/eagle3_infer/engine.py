@@ -173,13 +173,16 @@ class Engine:
     def step(self, waiting: deque[tuple[int, Request]]) -> list[Running]:
         """One round for all that run and read; returns those that emitted or ended."""
         clock = StageClock(self.target.device)
+        gone = self.scheduler.withdraw(self._cancelled, waiting)
         self.scheduler.admit(waiting)
         everyone = [*self.running, *self.scheduler.reading]
+        if not everyone:
+            return gone
         self._verify(clock, self.scheduler.chunks())
         self._draft(clock)
         self.scheduler.release(sequence.slot for sequence in everyone if sequence.finish_reason)
         clock.rest([sequence.metrics for sequence in everyone])
-        return [sequence for sequence in everyone if sequence.finish_reason or sequence.untold]
+        return [*gone, *(sequence for sequence in everyone if sequence.finish_reason or sequence.untold)]
 
     # verify -> accept -> relocate
 
@@ -211,9 +214,6 @@ class Engine:
         sequences = [chunk.sequence for chunk in chunks if chunk.last]
         for sequence, (token, logprobs) in zip(sequences, self.verifier.first_tokens(forward, sequences), strict=True):
             sequence.emit([token], logprobs)
-        for sequence in self.scheduler.reading:
-            if sequence.number in self._cancelled and not sequence.finish_reason:
-                sequence.finish_reason = CANCELLED
 
     def _relocate(self, accepted: Accepted) -> None:
         """Close the gaps between accepted rows; most paths have none."""

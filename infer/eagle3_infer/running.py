@@ -12,6 +12,8 @@ from eagle3_infer.sampling import Sampler
 from eagle3_infer.stops import Stops
 
 CANCELLED = "cancelled"
+# of a request that ended before it had one
+NO_SLOT = -1
 
 
 @dataclass

@@ -4,7 +4,7 @@ Knows rows, pages and slots, nothing of tokens' meaning or of trees but their si
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 
 from eagle3.errors import ConfigError
@@ -12,7 +12,7 @@ from eagle3.target import Target
 from eagle3_infer.config import EngineConfig, TreeConfig
 from eagle3_infer.kv import KVPool, PoolLayout
 from eagle3_infer.request import Request
-from eagle3_infer.running import Chunk, Running
+from eagle3_infer.running import CANCELLED, NO_SLOT, Chunk, Running
 from eagle3_infer.sampling import Sampler
 from eagle3_infer.stops import Stops
 
@@ -104,12 +104,26 @@ class Scheduler:
         for slot in sorted(set(range(self.config.slots)) - taken):
             if not waiting or not self._assign(slot, waiting[0][1]):
                 break
-            number, request = waiting.popleft()
-            eos = self.target.eos_ids if request.eos_ids is None else request.eos_ids
-            stops = Stops(eos, request.stop, request.max_new_tokens, self.target.tokenizer)
-            sampler = Sampler.of(request, eos)
-            self.reading.append(Running(request, number, slot, sampler, stops, list(request.prompt_ids)))
-        assert self.running or self.reading or not waiting, "requests wait, and nothing runs that could make room"
+            self.reading.append(self._sequence(*waiting.popleft(), slot))
+        assert self.busy or not waiting, "requests wait, and nothing runs that could make room"
+
+    def withdraw(self, numbers: Collection[int], waiting: deque[tuple[int, Request]]) -> list[Running]:
+        """End requests of these numbers that have no tree: those that wait and those whose prompts are being read."""
+        entries = [entry for entry in waiting if entry[0] in numbers]
+        for entry in entries:
+            waiting.remove(entry)
+        read = [sequence for sequence in self.reading if sequence.number in numbers]
+        self.release(sequence.slot for sequence in read)
+        self.reading = [sequence for sequence in self.reading if sequence.number not in numbers]
+        gone = [*read, *(self._sequence(*entry, NO_SLOT) for entry in entries)]
+        for sequence in gone:
+            sequence.finish_reason = CANCELLED
+        return gone
+
+    def _sequence(self, number: int, request: Request, slot: int) -> Running:
+        eos = self.target.eos_ids if request.eos_ids is None else request.eos_ids
+        stops = Stops(eos, request.stop, request.max_new_tokens, self.target.tokenizer)
+        return Running(request, number, slot, Sampler.of(request, eos), stops, list(request.prompt_ids))
 
     def chunks(self) -> list[Chunk]:
         """What this round reads of the prompts, first come first served."""
