@@ -74,11 +74,15 @@ class Proposals:
 
 
 def _by_rank(best: Tensor) -> Tensor:
-    """log(a (1 - a)^j) for child j of each node; no child where the law gave none."""
+    """log(a (1 - a)^j) for child j of each node, whatever it is.
+
+    Where the filtered law has fewer tokens than children, the others keep their places and are skipped by the rule
+    (q = 0). Were the places given to other nodes, the shape would look at the sampled tokens, and bias the output.
+    """
     ranks = torch.arange(best.shape[-1], device=best.device)
     scores = math.log(SAMPLED_ACCEPTANCE) + ranks * math.log(1 - SAMPLED_ACCEPTANCE)
-    # -inf and NaN stay as they are
-    return torch.where(best.isfinite(), scores, best)
+    # a head that is not finite must be seen
+    return torch.where(best.isnan(), best, scores)
 
 
 def _by_perturbed_law(keys: Tensor) -> Edge:

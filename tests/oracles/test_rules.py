@@ -180,6 +180,29 @@ def test_a_sampled_tree_pruned_by_its_tokens_scores_is_biased():
     assert joint_error(prune_to_the_best) > WRONG
 
 
+def one_draw_per_level(draft: Model, fixed: bool) -> Draft:
+    """Two children of one each. A level's nodes share their noise, so that equal laws draw equal tokens.
+
+    Not fixed: the second node keeps its child only where the first node's child (equal to it) leaves room, as one
+    does below which the filtered draft finds fewer tokens than the tree has places.
+    """
+    draft.laws |= {(x,): draft[[0]] for x in range(3)}
+
+    def grow(dice: Dice, prefix: tuple[int, ...], levels: int) -> Grown:
+        first, second = draw_children(dice, draft[prefix], 2)
+        [token] = draw_children(dice, draft[[0]], 1)
+        below = [(token, [])] if levels == 2 else []
+        return [(first, below), (second, below if fixed or token == 0 else [])]
+
+    return grow
+
+
+def test_shared_noise_is_harmless_in_a_fixed_shape_only():
+    """Why a child that the draft cannot draw keeps its place."""
+    assert joint_error(lambda draft: one_draw_per_level(draft, fixed=True)) < EXACT
+    assert joint_error(lambda draft: one_draw_per_level(draft, fixed=False)) > WRONG
+
+
 # rules known to be wrong
 
 P, Q = (torch.tensor(x, dtype=torch.float64) for x in ([0.45, 0.25, 0.2, 0.1], [0.2, 0.5, 0.05, 0.25]))
