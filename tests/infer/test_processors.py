@@ -11,8 +11,12 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 from eagle3.errors import ConfigError
-from eagle3_infer.config import SamplingConfig
+from eagle3.target import Target
+from eagle3_infer.config import SamplingConfig, TreeConfig
+from eagle3_infer.engine import Engine, Request
 from eagle3_infer.processors import STATELESS, Edits, Processor, Pure, adapt, build_processors, pure
+from oracles.invariants import KnowingHead, random_head, shifted_target
+from oracles.overfit import random_prompts
 from oracles.tiny import tiny_model
 
 # its annotations name subclasses of Tensor
@@ -253,3 +257,68 @@ def test_pure_checks_the_shape():
 def test_ids_outside_the_vocabulary(settings, match):
     with pytest.raises(ConfigError, match=match):
         run(built(**settings), PROMPT, torch.zeros(VOCAB))
+
+
+class OutputPenalties(LogitsProcessor):
+    """Presence and frequency penalties as OpenAI's reference gives them, token by token."""
+
+    def __init__(self, presence: float, frequency: float, skip: int):
+        self.presence, self.frequency, self.skip = presence, frequency, skip
+
+    def __call__(self, input_ids, scores):
+        output = input_ids[0, self.skip :].tolist()
+        for token in set(output):
+            scores[0, token] -= output.count(token) * self.frequency + self.presence
+        return scores
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return shifted_target("llama")
+
+
+def generate(target: Target, prompt: list[int], **settings: Any) -> list[int]:
+    """transformers' greedy output."""
+    ids = torch.tensor([prompt])
+    with target.stock() as model, torch.inference_mode():
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=32, do_sample=False, pad_token_id=0, **settings
+        )
+    return out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize(
+    "settings, own",
+    [
+        ({"repetition_penalty": 1.5}, lambda out: {}),
+        ({"presence_penalty": 2.0, "frequency_penalty": 1.5}, lambda out: {}),
+        ({"no_repeat": 1}, lambda out: {}),
+        ({}, lambda out: {"bad_words": [out[2:3], out[4:6], out[7:10]]}),
+        ({}, lambda out: {"logit_bias": ((out[2], -9.0), (8, 4.0))}),
+        ({"repetition_penalty": 0.7}, lambda out: {"bad_words": [out[3:4]], "logit_bias": ((out[2], -9.0),)}),
+    ],
+)
+def test_engine_equals_generate(target, settings, own):
+    """Greedy: each node of a tree is judged by its own path, so that whole paths are accepted and right."""
+    prompt = random_prompts(target, 1)[0]
+    plain = generate(target, prompt)
+    settings = {**settings, **own(plain)}
+    theirs: dict[str, Any] = {name: settings[name] for name in ("repetition_penalty",) if name in settings}
+    custom: list[Any] = []
+    if "presence_penalty" in settings:
+        custom = [OutputPenalties(settings["presence_penalty"], settings["frequency_penalty"], len(prompt))]
+    if (size := settings.pop("no_repeat", None)) is not None:
+        custom = [hf.NoRepeatNGramLogitsProcessor(size)]
+    if "bad_words" in settings:
+        theirs["bad_words_ids"] = settings["bad_words"]
+    if "logit_bias" in settings:
+        theirs["sequence_bias"] = [[[token], bias] for token, bias in settings["logit_bias"]]
+    reply = generate(target, prompt, **theirs, logits_processor=LogitsProcessorList(custom))
+    assert reply != plain
+    head = KnowingHead(random_head(target), prompt + reply, share=0.8)
+    extra = () if "presence_penalty" in settings else tuple(custom)
+    for tree in (TreeConfig.chain(3), TreeConfig(depth=4, top_k=3, nodes=12)):
+        request = Request(prompt, SamplingConfig(**settings), max_new_tokens=32, processors=extra)
+        result = Engine(target, head, tree).generate_one(request)
+        assert result.token_ids == reply
+        assert result.rounds < 24
