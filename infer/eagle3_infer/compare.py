@@ -33,10 +33,9 @@ def compare_modes(modes: Sequence[ModeRun], explain: Explain | None, sampled: bo
 def why_not_compared(mode: ModeRun, sampled: bool) -> str:
     """Empty where the mode must emit plain decoding's tokens."""
     if mode.lossy:
-        return "its rule is lossy"
-    rule = mode.settings.get("rule", MATCH)
-    if sampled and not RuleConfig(rule).pathwise:
-        return f"the {rule} rule draws other tokens, of the same law"
+        return "a lossy rule"
+    if sampled and not RuleConfig(mode.settings.get("rule", MATCH)).pathwise:
+        return "a rule that draws other tokens, of the same law"
     return ""
 
 

@@ -141,22 +141,30 @@ class StageClock:
         yield
         self._spans.append((began, self._clock.mark(), shares))
 
-    def rest(self, requests: list[RequestMetrics]) -> None:
-        """End the round: book its stages, and the time that none of them booked as `other`."""
+    def rest(self, requests: list[RequestMetrics]) -> dict[str, float]:
+        """End the round: book its stages, and the time that none of them booked as `other`.
+
+        Returns:
+            Seconds of the round by stage.
+        """
         ended = self._clock.mark()
         self._clock.settle()
-        booked = sum(self._book(*span) for span in self._spans)
+        totals = dict.fromkeys(STAGES, 0.0)
+        for span in self._spans:
+            self._book(totals, *span)
         # the sum of many small differences may pass the one large one by a rounding
-        _add(requests, "other", max(0.0, self._clock.between(self._started, ended) - booked))
+        totals["other"] = max(0.0, self._clock.between(self._started, ended) - sum(totals.values()))
+        _add(requests, "other", totals["other"])
         self._spans.clear()
+        return totals
 
-    def _book(self, began: Any, ended: Any, shares: tuple[Share, ...]) -> float:
+    def _book(self, totals: dict[str, float], began: Any, ended: Any, shares: tuple[Share, ...]) -> None:
         seconds = self._clock.between(began, ended)
         total = sum(weight for _, requests, weight in shares if requests)
         for name, requests, weight in shares:
             if requests:
                 _add(requests, name, seconds * weight / total)
-        return seconds if total else 0.0
+                totals[name] += seconds * weight / total
 
 
 def _add(requests: list[RequestMetrics], stage: str, seconds: float) -> None:

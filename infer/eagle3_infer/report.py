@@ -134,6 +134,8 @@ def build_report(run: dict[str, Any], modes: Sequence[ModeRun], comparison: Comp
 
 
 def summarise_mode(mode: ModeRun, by_key: dict[str, ModeRun]) -> dict[str, Any]:
+    """DESIGN section 9, and beside it: `settings` (tree and rule; empty where nothing is drafted), `lossy`, `loops`
+    (share, tau_outside), `mean_logprob` (null unless asked for), and `*_spread` ([lowest, highest] of the repeats)."""
     outputs = mode.outputs
     rates = mode.rates
     nodes = sum(o.nodes for o in outputs)

@@ -144,7 +144,7 @@ def loop_lines(report: dict[str, Any]) -> str:
 def identity_lines(verify: dict[str, Any]) -> str:
     """Which modes gave the same tokens, and where one did not."""
     pairs = _telling_pairs(verify["pairs"])
-    apart = [f"outputs: {_name(row['mode'])} not compared: {row['reason']}" for row in verify["not_compared"]]
+    apart = _apart_lines(verify["not_compared"])
     if not pairs:
         return "\n".join(apart or ["outputs: one mode only, nothing to compare"])
     same = [p for p in pairs if p["identical"] == p["compared"]]
@@ -162,6 +162,14 @@ def identity_lines(verify: dict[str, Any]) -> str:
         lines.append("  --verify tells rounding from a bug; --dtype float32 makes the comparison exact")
     lines += apart
     return "\n".join(lines)
+
+
+def _apart_lines(rows: list[dict[str, str]]) -> list[str]:
+    """One line for all modes that are not compared for the same reason."""
+    by_reason: dict[str, list[str]] = {}
+    for row in rows:
+        by_reason.setdefault(row["reason"], []).append(_name(row["mode"]))
+    return [f"outputs: {', '.join(names)} not compared: {reason}" for reason, names in by_reason.items()]
 
 
 def _telling_pairs(pairs: list[dict[str, Any]]) -> list[dict[str, Any]]:

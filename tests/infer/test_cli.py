@@ -313,7 +313,7 @@ def test_rules_that_draw_other_tokens_are_labelled_and_not_compared(base, tmp_pa
     assert {row["mode"] for row in report["verify"]["not_compared"]} == {"chain[rejection]", "chain[threshold]"}
     assert {(pair["mode"], pair["reference"]) for pair in report["verify"]["pairs"]} == {("chain", "plain")}
     assert "chain threshold LOSSY" in out and "LOSSY: chain[threshold]" in out
-    assert "chain[rejection] not compared: the rejection rule draws other tokens, of the same law" in out
+    assert "outputs: chain[rejection] not compared: a rule that draws other tokens, of the same law" in out
 
 
 def test_shared_noise_emits_plains_tokens(base, capsys):
