@@ -149,7 +149,7 @@ class StageClock:
         """
         ended = self._clock.mark()
         self._clock.settle()
-        totals = dict.fromkeys(STAGES, 0.0)
+        totals: dict[str, float] = dict.fromkeys(STAGES, 0.0)
         for span in self._spans:
             self._book(totals, *span)
         # the sum of many small differences may pass the one large one by a rounding

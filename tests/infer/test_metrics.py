@@ -80,3 +80,13 @@ def test_the_host_is_the_clock_of_a_cpu():
     start = clock.mark()
     clock.settle()
     assert 0 <= clock.between(start, clock.mark()) < 5
+
+
+def test_a_rounds_seconds_by_stage():
+    device, old, new = FakeDevice(), RequestMetrics(), RequestMetrics()
+    clock = StageClock(torch.device("cpu"), device)
+    with clock.stage(("verify", [old], 3), ("prefill", [new], 1)):
+        device.work(4.0)
+    device.work(0.5)
+    seconds = clock.rest([old, new])
+    assert {stage: s for stage, s in seconds.items() if s} == {"verify": 3.0, "prefill": 1.0, "other": 0.5}
