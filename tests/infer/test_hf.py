@@ -203,6 +203,24 @@ def test_stop_strings(model, tokenizer, speculate, at):
     assert torch.equal(model.generate(**inputs, **settings, custom_generate=generator(speculate.head)), stopped)
 
 
+def test_stopped_rows_leave(model, tokenizer, speculate):
+    """A row that ended takes part in no further round."""
+    rows: list[int] = []
+    inputs = encode(tokenizer, *PROMPTS)
+    settings: dict[str, Any] = {"max_new_tokens": TOKENS, "suppress_tokens": UNPRINTABLE}
+    plain = model.generate(**inputs, **settings, custom_generate=speculate)
+    first, second, goes_on = plain[:, -TOKENS:].tolist()
+    stops = [tokenizer.decode(next(i for i in row if i not in goes_on)) for row in (first, second)]
+    hook = model.model.layers[0].register_forward_hook(lambda _module, args, _output: rows.append(args[0].shape[1]))
+    model.generate(**inputs, **settings, custom_generate=speculate)
+    whole = sum(rows)
+    rows.clear()
+    stopped = model.generate(**inputs, **settings, stop_strings=stops, custom_generate=speculate)
+    hook.remove()
+    assert stopped[2].tolist() == plain[2].tolist()
+    assert sum(rows) < whole * 2 / 3
+
+
 def test_return_dict(model, tokenizer, speculate):
     inputs = encode(tokenizer, PROMPTS[0])
     settings = {"max_new_tokens": 6, "return_dict_in_generate": True}
