@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eagle3.errors import ConfigError
 from eagle3_infer.calibration import Calibration
 from eagle3_infer.config import TreeConfig
 from eagle3_infer.costs import CostModel, row_tiers
@@ -50,18 +49,11 @@ class Controller:
         tree: its depth and nodes are the most.
         cost: as measured at start.
         max_rows: rows that one forward may have in all; None = no bound but the tree's.
-    Raises:
-        ConfigError: a level_weight; nodes are ranked by what they are worth.
     """
 
     def __init__(
         self, tree: TreeConfig, cost: CostModel, calibration: Calibration | None = None, max_rows: int | None = None
     ):
-        if tree.level_weight != 1:
-            raise ConfigError(
-                f"tree level_weight is {tree.level_weight}; adaptive trees rank nodes by their learned acceptance: "
-                "leave it at 1, or give the nodes"
-            )
         self.tree, self.cost, self.max_rows = tree, cost, max_rows
         self.calibration = calibration or Calibration()
         # by slots.bit_length(): what pays for one request need not pay for eight

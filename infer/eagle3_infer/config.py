@@ -8,6 +8,8 @@ from eagle3.errors import ConfigError
 
 # of a tree's depth, top_k and nodes alike: a level offers top_k^2 candidates, the mask has nodes^2 bits
 LARGEST = 1024
+# beyond these a deep level would count for nothing, or for everything
+LEVEL_WEIGHTS = (0.1, 10.0)
 # a smaller divisor would take finite logits past the range of float32
 SMALLEST_TEMPERATURE = 1e-4
 MATCH, TARGET_ONLY, REJECTION, THRESHOLD = "match", "target_only", "rejection", "threshold"
@@ -47,8 +49,13 @@ class TreeConfig:
                 f"tree nodes is {self.nodes}; with depth {self.depth} and top_k {self.top_k} it must be between "
                 f"{self.depth} (the depth) and {most} (top_k + top_k^2 * (depth - 1), at most {LARGEST})"
             )
-        if not 0 < self.level_weight < math.inf:
-            raise ConfigError(f"tree level_weight is {self.level_weight}; it must be a finite number above 0")
+        low, high = LEVEL_WEIGHTS
+        if not low <= self.level_weight <= high:
+            raise ConfigError(f"tree level_weight is {self.level_weight}; it must be between {low} and {high}")
+        if self.adaptive and self.level_weight != 1:
+            raise ConfigError(
+                f"tree level_weight is {self.level_weight}; an adaptive tree takes 1, as it ranks by learned acceptance"
+            )
 
     @property
     def candidates(self) -> int:

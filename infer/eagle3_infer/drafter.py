@@ -14,6 +14,7 @@ from torch import Tensor
 
 from eagle3.heads.protocol import DraftHead
 from eagle3.target import Target
+from eagle3_infer.adaptive import Controller
 from eagle3_infer.config import RuleConfig, TreeConfig
 from eagle3_infer.kv import Block, KVPool, PagedContext
 from eagle3_infer.proposals import Proposals
@@ -58,7 +59,10 @@ class Drafter:
     Attributes:
         tree: as asked for, but no wider than the draft vocabulary.
         target_ids: target id of every draft id [Vd].
+        controller: sizes the trees of each round; None = as asked for.
     """
+
+    controller: Controller | None = None
 
     def __init__(self, target: Target, head: DraftHead, tree: TreeConfig, rule: RuleConfig, most_rows: int):
         self.target, self.head, self.rule, self.most_rows = target, head, rule, most_rows
@@ -110,16 +114,14 @@ class Drafter:
         Args:
             h: of each sequence's root [B, H]; the head's pool holds all rows before the roots.
         """
-        useful = [sequence.useful_levels for sequence in sequences]
-        drafted = Levels(useful)
-        depth = min(self.tree.depth, max(useful))
-        if depth < 1:
+        drafted = Levels([sequence.useful_levels for sequence in sequences])
+        if self._deepest(drafted) < 1:
             return drafted
         propose = Proposals(self.rule, [s.sampler for s in sequences], [s.length for s in sequences], self._mixed_ids)
         frontier = _Frontier(pool, [s.slot for s in sequences], [s.head_length for s in sequences])
         h = h[:, None]
         level = self._expand(propose, h, torch.zeros(h.shape[:2], device=h.device), drafted)
-        while len(drafted.levels) < depth:
+        while self._deeper(drafted):
             parents = level.frontier_parents.unsqueeze(-1).expand(-1, -1, h.shape[-1])
             h = self._run(frontier, h.gather(1, parents), level)
             level = self._expand(propose, h, level.frontier_scores, drafted)
@@ -137,7 +139,13 @@ class Drafter:
         tokens = torch.tensor(roots, dtype=torch.int64, device=device)
         shallow = min(drafted.useful) < len(drafted.levels)
         deepest = torch.tensor(drafted.useful, device=device) if shallow else None
-        tree = build_tree(tokens, drafted.levels, self.tree.nodes, deepest)
+        nodes, limit = self.tree.nodes, None
+        if self.controller is not None:
+            limit = self.controller.pick([level.scores for level in drafted.levels])
+            nodes = int(limit.max())
+            if not nodes:
+                return Draft.bare(roots, device)
+        tree = build_tree(tokens, drafted.levels, nodes, deepest, limit)
         if tree.scores.isnan().any():
             dtype = str(self.target.dtype).removeprefix("torch.")
             raise FloatingPointError(f"the head's logits are not finite in {dtype}; try bfloat16 or float32")
@@ -148,14 +156,28 @@ class Drafter:
         """Add the level below a frontier with states h [B, M, H] and path scores [B, M]."""
         number = len(drafted.levels) + 1
         keys, edge, log_q = propose(self.head.logits(h), number)
-        weight = self.tree.level_weight ** (number - 1)
-        weigh = None if weight == 1 else lambda edges: edges * weight
-        level = expand_level(keys, scores, self.tree.top_k, edge, weigh)
+        level = expand_level(keys, scores, self.tree.top_k, edge, lambda edges: self._weigh(edges, number))
         level = level._replace(tokens=self.target_ids[level.tokens])
         drafted.levels.append(level)
         if propose.keeps_q:
             drafted.log_q.append(log_q)
         return level
+
+    def _deepest(self, drafted: "Levels") -> int:
+        return min(self.tree.depth, max(drafted.useful))
+
+    def _deeper(self, drafted: "Levels") -> bool:
+        """Whether one more level is of use and, where trees adapt, promises to pay."""
+        if len(drafted.levels) >= self._deepest(drafted):
+            return False
+        return self.controller is None or self.controller.deepen([level.scores for level in drafted.levels])
+
+    def _weigh(self, edges: Tensor, level: int) -> Tensor:
+        """What edge scores add to path scores: calibrated where trees adapt, times the score policy's weight."""
+        if self.controller is not None:
+            edges = self.controller.weigh(edges, level)
+        weight = self.tree.level_weight ** (level - 1)
+        return edges if weight == 1 else edges * weight
 
     def _run(self, frontier: "_Frontier", h: Tensor, level: Level) -> Tensor:
         """One head step over a level's frontier [B, M, H]."""

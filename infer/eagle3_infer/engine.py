@@ -6,7 +6,7 @@ is the same round with bare roots; a chain is a tree with one child per node.
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 
 import torch
@@ -14,9 +14,13 @@ import torch
 from eagle3.errors import ConfigError, Eagle3Error
 from eagle3.heads.protocol import DraftHead
 from eagle3.target import Target
+from eagle3_infer.adaptive import Controller
 from eagle3_infer.config import EngineConfig, RuleConfig, TreeConfig
+from eagle3_infer.cost_probe import measure_costs
+from eagle3_infer.costs import largest_rows
 from eagle3_infer.drafter import Draft, Drafter
 from eagle3_infer.kv import KVPool, PoolLayout, probe_shapes
+from eagle3_infer.memory import free_bytes
 from eagle3_infer.metrics import StageClock
 from eagle3_infer.request import Request, Result, Update
 from eagle3_infer.running import CANCELLED, Chunk, Running
@@ -83,6 +87,11 @@ class Engine:
     def running(self) -> list[Running]:
         return self.scheduler.running
 
+    @property
+    def controller(self) -> Controller | None:
+        """What sizes the trees, where they adapt; made by the first `prepare`."""
+        return None if self.drafter is None else self.drafter.controller
+
     @torch.inference_mode()
     def prepare(self, requests: Sequence[Request]) -> None:
         """Check the requests and allocate what they need, where it is not there yet; `generate` does so itself.
@@ -100,6 +109,18 @@ class Engine:
         if requests:
             self.scheduler.reserve(requests)
             self.verifier.reserve(self.scheduler.rows_at_once(requests))
+            if self.drafter is not None and self.drafter.tree.adaptive and self.drafter.controller is None:
+                self.drafter.controller = self._controller(self.drafter)
+
+    def _controller(self, drafter: Drafter) -> Controller:
+        """Sizes the trees of this engine's rounds from now on; it keeps what it learns from run to run."""
+        cost = measure_costs(drafter, self.scheduler.layouts, self.scheduler.config.slots)
+        free, most = free_bytes(self.target.device), None
+        if free is not None:
+            # logits as they come and in fp32, and the feature
+            row = self.target.vocab_size * (self.target.dtype.itemsize + 4) + drafter.head.feature_size * 4
+            most = largest_rows(free, row)
+        return Controller(drafter.tree, cost, max_rows=most)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -140,7 +161,7 @@ class Engine:
         return [results[number] for number in sorted(results)]
 
     @torch.inference_mode()
-    def stream(self, requests: Iterable[Request]) -> Iterator[Update]:
+    def stream(self, requests: Iterable[Request]) -> Generator[Update, None, None]:
         """Run all requests and tell after each round what it emitted; closing the iterator ends the run.
 
         Raises:
@@ -178,15 +199,24 @@ class Engine:
         everyone = [*self.running, *self.scheduler.reading]
         if not everyone:
             return gone
-        self._verify(clock, self.scheduler.chunks())
+        chunks = self.scheduler.chunks()
+        accepted = self._verify(clock, chunks)
         self._draft(clock)
         self.scheduler.release(sequence.slot for sequence in everyone if sequence.finish_reason)
-        clock.rest([sequence.metrics for sequence in everyone])
+        seconds = clock.rest([sequence.metrics for sequence in everyone])
+        if self.controller is not None:
+            self._book(self.controller, accepted, seconds, prompts=bool(chunks))
         return [*gone, *(sequence for sequence in everyone if sequence.finish_reason or sequence.untold)]
+
+    def _book(self, controller: Controller, accepted: Accepted, seconds: dict[str, float], prompts: bool) -> None:
+        # without a prompt in the forward, prefill is the head's way back over one that was read before
+        verify, draft = seconds["verify"], seconds["draft"] + seconds["prefill"]
+        rest = sum(seconds.values()) - verify - draft
+        controller.finished(sum(map(len, accepted.runs)), verify, draft, rest, prompts)
 
     # verify -> accept -> relocate
 
-    def _verify(self, clock: StageClock, chunks: list[Chunk]) -> None:
+    def _verify(self, clock: StageClock, chunks: list[Chunk]) -> Accepted:
         """Run the target, emit what it accepts, keep the accepted rows; the sequences that go on are then running."""
         parents = self.draft.tree.used_parents()
         counts = [len(rows) for rows in parents]
@@ -195,11 +225,20 @@ class Engine:
             forward = self.verifier.forward(self.pools[0], self.draft.tree, counts, self.running, chunks)
         with clock.stage(("accept", old, len(old)), ("prefill", new, len(new))):
             accepted = self.verifier.accept(forward, self.draft, self.running)
+            self._learn(accepted, parents)
             self._emit(accepted, parents)
             self._emit_first(forward, chunks)
         with clock.stage(("relocate", old, 1)):
             self._relocate(accepted)
         self._commit(forward, accepted, chunks)
+        return accepted
+
+    def _learn(self, accepted: Accepted, parents: list[list[int]]) -> None:
+        """Tell the controller which drafts were accepted, with which edge scores."""
+        if self.controller is None or self.draft.tree.edges is None:
+            return
+        for rows, edges, path in zip(parents, self.draft.tree.edges.tolist(), accepted.paths, strict=True):
+            self.controller.walked(rows, edges, path)
 
     def _emit(self, accepted: Accepted, parents: list[list[int]]) -> None:
         for sequence, rows, run, logprobs in zip(self.running, parents, accepted.runs, accepted.logprobs, strict=True):
@@ -246,11 +285,18 @@ class Engine:
 
     # first step -> levels -> tree
 
+    def _speculates(self, everyone: list[Running]) -> bool:
+        """Whether the head reads and drafts in this round; what it does not read stays in the backlogs."""
+        if self.controller is None:
+            return True
+        useful = [sequence.useful_levels for sequence in self.running]
+        return bool(useful) and self.controller.speculate(useful, sum(sequence.unread for sequence in everyone))
+
     def _draft(self, clock: StageClock) -> None:
         roots = [sequence.root for sequence in self.running]
         self.draft = Draft.bare(roots, self.target.device)
         everyone = [s for s in (*self.running, *self.scheduler.reading) if s.unread]
-        if self.drafter is None or not everyone:
+        if self.drafter is None or not everyone or not self._speculates(everyone):
             return
         # a joining request's prompt goes through the head too: that is its prefill
         groups = [("draft", [s for s in everyone if not s.fresh]), ("prefill", [s for s in everyone if s.fresh])]

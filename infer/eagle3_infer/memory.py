@@ -1,4 +1,4 @@
-"""Peak memory of a phase: the CUDA allocator's on a GPU, the process's resident set on Linux, else unknown."""
+"""Free memory and a phase's peak: the CUDA allocator's on a GPU, the process's resident set on Linux, else unknown."""
 
 from pathlib import Path
 
@@ -6,6 +6,7 @@ import torch
 
 _CLEAR = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
+_MEMINFO = Path("/proc/meminfo")
 # "5" resets the resident set's high-water mark (proc_pid_clear_refs(5))
 _RESET_HIGH_WATER = "5"
 
@@ -31,3 +32,15 @@ def peak_bytes(device: torch.device) -> int | None:
         return None
     peaks = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")]
     return peaks[0] if peaks else None
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """What may still be allocated, or None where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = _MEMINFO.read_text().splitlines()
+    except OSError:
+        return None
+    free = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    return free[0] if free else None

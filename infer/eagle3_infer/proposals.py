@@ -16,8 +16,9 @@ from eagle3_kernels.sample_nodes import Filters, Purpose, draft_log_probs, mixed
 
 # Shared noise: with p the target's law, the draw is argmax(log q + G + e), e = log p - log q. Were the errors e
 # independent Gumbel noise of scale s, a token's chance to win would be exactly softmax((log q + G) / s): that is the
-# edge score. s is what a head typically misses by; fitted by maximum likelihood on the shipped head (recipes/README.md)
-DRAFT_ERROR = 0.7
+# edge score. Logits are off by what the head misses, so at temperature T by 1/T of it: s = DRAFT_ERROR / T. Maximum
+# likelihood on the shipped head's own runs gives s = 1.0 at T = 1 and 1.4 at T = 0.7, on every level alike
+DRAFT_ERROR = 1.0
 # Sampled drafts: what the j-th child is accepted with after j - 1 rejections, to first order the same for every token.
 # An edge score that looked at the sampled token would prune by it, and bias the output (tests/oracles/test_rules.py)
 SAMPLED_ACCEPTANCE = 0.6
@@ -37,6 +38,8 @@ class Proposals:
     def __init__(self, rule: RuleConfig, samplers: Sequence[Sampler], roots: Sequence[int], mixed_ids: Tensor):
         self.rule, self.samplers, self.roots, self.mixed_ids = rule, samplers, roots, mixed_ids
         self.sampled = [slot for slot, sampler in enumerate(samplers) if not sampler.greedy]
+        temperatures = [sampler.filters.temperature for sampler in samplers]
+        self._temperatures = torch.tensor(temperatures, device=mixed_ids.device)[:, None, None]
         self.keeps_q = rule.rule == REJECTION and bool(self.sampled)
 
     def __call__(self, logits: Tensor, level: int) -> tuple[Tensor, Edge | None, Tensor]:
@@ -54,10 +57,10 @@ class Proposals:
         keys = log_q.clone()
         for slot in self.sampled:
             keys[slot] += mixed_gumbel(self.samplers[slot].seed, purpose, self.roots[slot] + level, self.mixed_ids)
-        edge = _by_rank if purpose == Purpose.DRAFT else _by_perturbed_law(keys)
+        edge = _by_rank if purpose == Purpose.DRAFT else _by_perturbed_law(keys, self._temperatures)
         if len(self.sampled) == len(self.samplers):
             return keys, edge, log_q
-        greedy = torch.tensor([s.greedy for s in self.samplers], device=keys.device)[:, None, None]
+        greedy = self._temperatures == 0
         return keys, lambda best: torch.where(greedy, best, edge(best)), log_q
 
     def _log_q(self, logits: Tensor) -> Tensor:
@@ -85,6 +88,8 @@ def _by_rank(best: Tensor) -> Tensor:
     return torch.where(best.isnan(), best, scores)
 
 
-def _by_perturbed_law(keys: Tensor) -> Edge:
-    normaliser = torch.logsumexp(keys / DRAFT_ERROR, -1, keepdim=True)
-    return lambda best: (best / DRAFT_ERROR - normaliser).clamp(max=0)
+def _by_perturbed_law(keys: Tensor, temperature: Tensor) -> Edge:
+    """log softmax(keys / s) of each node's children, s by slot."""
+    sharpness = temperature / DRAFT_ERROR
+    normaliser = torch.logsumexp(keys * sharpness, -1, keepdim=True)
+    return lambda best: (best * sharpness - normaliser).clamp(max=0)

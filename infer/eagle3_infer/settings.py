@@ -107,9 +107,9 @@ class RunSettings:
 
     @property
     def adaptive_tree(self) -> TreeConfig:
-        """As large as the largest that is asked for: a round of it may be any smaller one."""
+        """As large as the largest that is asked for: a round of it may be any smaller one. It takes no level weight."""
         nodes: Any = max((nodes for nodes in self.fixed_nodes if nodes is not None), default=None)
-        return TreeConfig(max(self.tree_depth), max(self.tree_top_k), nodes, self.tree_level_weight[0], adaptive=True)
+        return TreeConfig(max(self.tree_depth), max(self.tree_top_k), nodes, adaptive=True)
 
     @property
     def rules(self) -> list[RuleConfig]:

@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle3.errors import ConfigError
 from eagle3_infer.adaptive import Controller
 from eagle3_infer.config import TreeConfig
 from eagle3_infer.costs import CostModel, row_tiers
@@ -33,11 +32,6 @@ def log(*rows: list[float]) -> torch.Tensor:
 
 def limits(made: Controller, *scores: torch.Tensor) -> list[int]:
     return made.pick(scores).tolist()
-
-
-def test_level_weight_is_refused():
-    with pytest.raises(ConfigError, match=r"level_weight is 1\.5; .* leave it at 1"):
-        Controller(TreeConfig(4, 4, 16, level_weight=1.5, adaptive=True), CostModel(VERIFY, {1: 1.0}, {1: 1.0}))
 
 
 # pick

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from eagle3.errors import ConfigError
-from eagle3_infer.config import EngineConfig, SamplingConfig, TreeConfig
+from eagle3_infer.config import EngineConfig, RuleConfig, SamplingConfig, TreeConfig
 
 
 @pytest.mark.parametrize("depth, top_k, nodes", [(1, 1, 1), (4, 4, 16), (6, 10, 59), (3, 2, 10), (5, 1, 5)])
@@ -25,6 +25,9 @@ def test_legal_trees(depth, top_k, nodes):
         ({"depth": 10**20, "nodes": 10**20}, f"depth is {10**20}; it must be between 1 and 1024"),
         ({"top_k": 1025}, "top_k is 1025; it must be between 1 and 1024"),
         ({"depth": 4, "top_k": 1024, "nodes": 2000}, "between 4 .* and 1024"),
+        ({"level_weight": 0.0}, r"level_weight is 0.0; it must be between 0.1 and 10.0"),
+        ({"level_weight": float("nan")}, "level_weight is nan"),
+        ({"level_weight": 1.5, "adaptive": True}, "level_weight is 1.5; an adaptive tree takes 1"),
     ],
 )
 def test_trees_out_of_range_print_the_range(settings, message):
@@ -38,6 +41,50 @@ def test_trees_out_of_range_print_the_range(settings, message):
 def test_sampling_out_of_range(settings):
     with pytest.raises(ConfigError, match=next(iter(settings))):
         SamplingConfig(**settings)
+
+
+@pytest.mark.parametrize("depth, top_k, nodes", [(4, 4, 16), (1, 3, 3), (5, 1, 5), (2, 1024, 1024)])
+def test_nodes_default_to_top_k_times_depth(depth, top_k, nodes):
+    assert TreeConfig(depth, top_k).nodes == nodes
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"min_p": 1.1}, "min_p is 1.1"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0"),
+        ({"presence_penalty": float("inf")}, "presence_penalty is inf"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty is nan"),
+        ({"min_tokens": -1}, "min_tokens is -1"),
+        ({"logit_bias": ((1, 2.0), (1, 3.0))}, "names a token id twice"),
+        ({"logit_bias": (("a", 2.0),)}, r"logit_bias holds \('a', 2.0\)"),
+        ({"logit_bias": ((1, float("nan")),)}, "logit_bias holds"),
+        ({"bad_words": ((),)}, r"bad_words holds \(\)"),
+        ({"bad_words": ((1.5,),)}, "bad_words holds"),
+    ],
+)
+def test_processors_out_of_range(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        SamplingConfig(**settings)
+
+
+def test_biases_and_words_may_come_as_mappings_and_lists():
+    sampling = SamplingConfig(logit_bias={3: 1.5, 4: -2.0}, bad_words=[[1, 2], [3]])  # type: ignore[arg-type]
+    assert (sampling.logit_bias, sampling.bad_words) == (((3, 1.5), (4, -2.0)), ((1, 2), (3,)))
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"rule": "best"}, "rule is 'best'; it must be one of match, target_only, rejection, threshold"),
+        ({"draft_noise": "own"}, "draft_noise is 'own'; it must be one of none, shared"),
+        ({"threshold": 0.0}, "threshold is 0.0"),
+        ({"threshold": 1.5}, "threshold is 1.5"),
+    ],
+)
+def test_rules_that_do_not_exist(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        RuleConfig(**settings)
 
 
 @pytest.mark.parametrize("temperature", [1e-45, 9e-5])
