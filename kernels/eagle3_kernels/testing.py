@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import wraps
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -204,6 +205,33 @@ def _markdown(cells: Iterable[object]) -> str:
 def _aligned(cells: Sequence[object]) -> str:
     widths = (18, 34, 13, 9, 12, 6, 7)
     return " ".join(f"{cell!s:<{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip()
+
+
+def mend_interpreter() -> None:
+    """Triton's interpreter keeps bfloat16 as bare bits: make it round (it cuts) and multiply the values (not the bits).
+
+    Arithmetic on bfloat16 other than `tl.dot` stays wrong there: kernels convert to float32 first, as they should.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    convert, dot = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
+    if hasattr(convert, "__wrapped__"):
+        return
+
+    @wraps(convert)
+    def rounding(data, source, target, rounding_mode):
+        if (source, target) != (tl.float32, tl.bfloat16):
+            return convert(data, source, target, rounding_mode)
+        rounded = torch.tensor(data).to(torch.bfloat16).view(torch.int16)
+        return rounded.numpy().view(interpreter._get_np_dtype(tl.bfloat16))
+
+    def multiplying(self, a, b, d, input_precision, max_num_imprecise_acc):
+        a, b = (self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
+        return dot(self, a, b, d, input_precision, max_num_imprecise_acc)
+
+    interpreter._convert_float = rounding
+    interpreter.InterpreterBuilder.create_dot = multiplying
 
 
 def device() -> torch.device:

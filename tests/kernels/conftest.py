@@ -10,11 +10,15 @@ import sys
 import pytest
 import torch
 
+from eagle3_kernels.dispatch import has_triton
 from eagle3_kernels.testing import device as test_device
+from eagle3_kernels.testing import mend_interpreter
 
 if test_device().type == "cpu":
     assert "triton" not in sys.modules or "TRITON_INTERPRET" in os.environ, "triton was imported too early"
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    if has_triton():
+        mend_interpreter()
 
 
 @pytest.fixture(scope="session")
