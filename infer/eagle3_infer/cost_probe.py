@@ -19,17 +19,21 @@ CONTEXT = 128
 
 
 @torch.inference_mode()
-def measure_costs(drafter: Drafter, layouts: Sequence[PoolLayout], slots: int) -> CostModel:
-    """Time forwards of 1, 2, 4, ... rows, up to what `slots` trees bring."""
-    probe = _Probe(drafter, layouts, slots * (drafter.tree.nodes + 1))
-    device = drafter.target.device
+def measure_costs(drafter: Drafter, layouts: Sequence[PoolLayout], slots: int, most_rows: int) -> CostModel:
+    """Time forwards of 1, 2, 4, ... rows, up to what trees bring.
+
+    Args:
+        slots: sequences that draft at once.
+        most_rows: rows that a forward may have.
+    """
+    probe, device = _Probe(drafter, layouts, most_rows), drafter.target.device
 
     def timed(run: Callable[[int], Tensor], most: int) -> dict[int, float]:
-        rows = [1 << i for i in range(max(1, most).bit_length())]
+        rows = [1 << i for i in range(max(1, min(most, most_rows)).bit_length())]
         return measure(run, rows, clock=lambda: now(device))
 
     return CostModel(
-        verify=timed(probe.verify, slots * (drafter.tree.nodes + 1)),
+        verify=timed(probe.verify, most_rows),
         first=timed(probe.first, slots * (drafter.tree.depth + 1)),
         level=timed(probe.level, slots * drafter.tree.top_k),
     )

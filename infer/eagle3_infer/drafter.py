@@ -7,6 +7,7 @@ position i with token i + 1 and has position i, so the first drafted level runs 
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -23,6 +24,9 @@ from eagle3_kernels.build_tree import build_tree
 from eagle3_kernels.expand_level import expand_level, grow_mask
 from eagle3_kernels.sample_nodes import mixed_ids
 from eagle3_kernels.structures import Level, Tree
+
+# rows of features that a sequence keeps in plain stretches before the head reads them: memory, not speed, bounds it
+MOST_BACKLOG = 2048
 
 
 @dataclass(frozen=True)
@@ -59,10 +63,7 @@ class Drafter:
     Attributes:
         tree: as asked for, but no wider than the draft vocabulary.
         target_ids: target id of every draft id [Vd].
-        controller: sizes the trees of each round; None = as asked for.
     """
-
-    controller: Controller | None = None
 
     def __init__(self, target: Target, head: DraftHead, tree: TreeConfig, rule: RuleConfig, most_rows: int):
         self.target, self.head, self.rule, self.most_rows = target, head, rule, most_rows
@@ -108,13 +109,24 @@ class Drafter:
             query_rows=torch.tensor([end - 1 for end in ends], device=device),
         )
 
-    def levels(self, pool: KVPool, sequences: Sequence[Running], h: Tensor) -> "Levels":
+    def put_off(self, pool: KVPool, sequences: Sequence[Running]) -> None:
+        """Keep what was committed for a later read; a backlog of more than MOST_BACKLOG rows is read at once."""
+        for sequence in sequences:
+            sequence.keep()
+        long = [sequence for sequence in sequences if sequence.unread > MOST_BACKLOG]
+        if long:
+            self.read(pool, long)
+
+    def levels(
+        self, pool: KVPool, sequences: Sequence[Running], h: Tensor, controller: Controller | None = None
+    ) -> "Levels":
         """Candidates of all levels that are of use; each frontier runs once, over its ancestors only.
 
         Args:
             h: of each sequence's root [B, H]; the head's pool holds all rows before the roots.
+            controller: calibrates edge scores and ends the drafting where trees adapt; None = as asked for.
         """
-        drafted = Levels([sequence.useful_levels for sequence in sequences])
+        drafted = Levels([sequence.useful_levels for sequence in sequences], controller)
         if self._deepest(drafted) < 1:
             return drafted
         propose = Proposals(self.rule, [s.sampler for s in sequences], [s.length for s in sequences], self._mixed_ids)
@@ -140,8 +152,8 @@ class Drafter:
         shallow = min(drafted.useful) < len(drafted.levels)
         deepest = torch.tensor(drafted.useful, device=device) if shallow else None
         nodes, limit = self.tree.nodes, None
-        if self.controller is not None:
-            limit = self.controller.pick([level.scores for level in drafted.levels])
+        if drafted.controller is not None:
+            limit = drafted.controller.pick([level.scores for level in drafted.levels])
             nodes = int(limit.max())
             if not nodes:
                 return Draft.bare(roots, device)
@@ -155,12 +167,13 @@ class Drafter:
     def _expand(self, propose: Proposals, h: Tensor, scores: Tensor, drafted: "Levels") -> Level:
         """Add the level below a frontier with states h [B, M, H] and path scores [B, M]."""
         number = len(drafted.levels) + 1
-        keys, edge, log_q = propose(self.head.logits(h), number)
-        level = expand_level(keys, scores, self.tree.top_k, edge, lambda edges: self._weigh(edges, number))
+        found = propose(self.head.logits(h), number)
+        weigh = partial(self._weigh, level=number, controller=drafted.controller)
+        level = expand_level(found.keys, scores, self.tree.top_k, found.edge, weigh)
         level = level._replace(tokens=self.target_ids[level.tokens])
         drafted.levels.append(level)
         if propose.keeps_q:
-            drafted.log_q.append(log_q)
+            drafted.log_q.append(found.log_q)
         return level
 
     def _deepest(self, drafted: "Levels") -> int:
@@ -170,12 +183,13 @@ class Drafter:
         """Whether one more level is of use and, where trees adapt, promises to pay."""
         if len(drafted.levels) >= self._deepest(drafted):
             return False
-        return self.controller is None or self.controller.deepen([level.scores for level in drafted.levels])
+        controller = drafted.controller
+        return controller is None or controller.deepen([level.scores for level in drafted.levels])
 
-    def _weigh(self, edges: Tensor, level: int) -> Tensor:
+    def _weigh(self, edges: Tensor, level: int, controller: Controller | None) -> Tensor:
         """What edge scores add to path scores: calibrated where trees adapt, times the score policy's weight."""
-        if self.controller is not None:
-            edges = self.controller.weigh(edges, level)
+        if controller is not None:
+            edges = controller.weigh(edges, level)
         weight = self.tree.level_weight ** (level - 1)
         return edges if weight == 1 else edges * weight
 
@@ -192,9 +206,11 @@ class Levels:
 
     Args:
         useful: draft levels that are of use to each slot.
+        controller: what sizes this round's trees; None = as asked for.
     """
 
     useful: list[int]
+    controller: Controller | None = None
     levels: list[Level] = field(default_factory=list)
     log_q: list[Tensor] = field(default_factory=list)
 

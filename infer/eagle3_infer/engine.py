@@ -32,11 +32,12 @@ __all__ = ["Engine", "Request", "Result", "Update"]
 
 
 class Engine:
-    """Generates for many requests on a few slots, with output that depends on target and noise alone.
+    """Generates for many requests on a few slots.
 
     Args:
         head, tree: both, or neither for plain decoding.
-        rule: how drafts are drawn and accepted; None = match, which emits plain decoding's very tokens.
+        rule: how drafts are drawn and accepted; None = match, whose output depends on target and noise alone: plain
+            decoding's very tokens.
     Raises:
         ConfigError: a head without a tree or the reverse, or a tree deeper than the target has positions.
         CheckpointError: a head for another target.
@@ -59,11 +60,17 @@ class Engine:
         if head is not None and tree is not None:
             tree.check_positions(target.max_positions)
             head.check_target(target)
-            self.drafter = Drafter(target, head, tree, rule, config.prefill_rows)
+            # a small chunk of prompts must not cut what a round of all slots commits
+            most_rows = max(config.prefill_rows, config.slots * (tree.depth + 1))
+            self.drafter = Drafter(target, head, tree, rule, most_rows)
             tree = self.drafter.tree
         self.verifier = Verifier(target, self.drafter.head.capture_layers if self.drafter else (), rule)
         self.scheduler = Scheduler(target, self._layouts(), tree, config)
         self.draft = Draft.bare([], target.device)
+        # what sizes the trees, where they adapt; made by the first `prepare`, it keeps what it learns from run to run
+        self.controller: Controller | None = None
+        # numbers of the run's requests that are not done, and those of them to be ended
+        self._open: set[int] = set()
         self._cancelled: set[int] = set()
         self._in_use = threading.Lock()
 
@@ -87,11 +94,6 @@ class Engine:
     def running(self) -> list[Running]:
         return self.scheduler.running
 
-    @property
-    def controller(self) -> Controller | None:
-        """What sizes the trees, where they adapt; made by the first `prepare`."""
-        return None if self.drafter is None else self.drafter.controller
-
     @torch.inference_mode()
     def prepare(self, requests: Sequence[Request]) -> None:
         """Check the requests and allocate what they need, where it is not there yet; `generate` does so itself.
@@ -109,18 +111,21 @@ class Engine:
         if requests:
             self.scheduler.reserve(requests)
             self.verifier.reserve(self.scheduler.rows_at_once(requests))
-            if self.drafter is not None and self.drafter.tree.adaptive and self.drafter.controller is None:
-                self.drafter.controller = self._controller(self.drafter)
+            if self.drafter is not None and self.drafter.tree.adaptive:
+                self._prepare_controller(self.drafter)
 
-    def _controller(self, drafter: Drafter) -> Controller:
-        """Sizes the trees of this engine's rounds from now on; it keeps what it learns from run to run."""
-        cost = measure_costs(drafter, self.scheduler.layouts, self.scheduler.config.slots)
-        free, most = free_bytes(self.target.device), None
+    def _prepare_controller(self, drafter: Drafter) -> None:
+        """Costs are measured once; what memory allows is asked again, as the pools may have grown."""
+        slots, free = self.scheduler.config.slots, free_bytes(self.target.device)
+        most = slots * (drafter.tree.nodes + 1)
         if free is not None:
             # logits as they come and in fp32, and the feature
             row = self.target.vocab_size * (self.target.dtype.itemsize + 4) + drafter.head.feature_size * 4
-            most = largest_rows(free, row)
-        return Controller(drafter.tree, cost, max_rows=most)
+            most = min(most, largest_rows(free, row))
+        if self.controller is None:
+            cost = measure_costs(drafter, self.scheduler.layouts, slots, most)
+            self.controller = Controller(drafter.tree, cost, max_rows=most)
+        self.controller.max_rows = most
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -171,25 +176,29 @@ class Engine:
         with self._alone():
             self._prepare(requests)
             waiting = deque(enumerate(requests))
+            self._open, self._cancelled = set(range(len(requests))), set()
             try:
                 while waiting or self.scheduler.busy:
                     for sequence in self.step(waiting):
                         result = sequence.result() if sequence.finish_reason else None
+                        if result is not None:
+                            self._open.discard(sequence.number)
                         yield Update(sequence.number, sequence.take(), result)
             except FloatingPointError as error:
                 raise Eagle3Error(str(error)) from error
             finally:
                 self.scheduler.reset()
                 self.draft = Draft.bare([], self.target.device)
-                self._cancelled.clear()
+                self._open = set()
 
     def cancel(self, number: int) -> None:
-        """End request `number` of the run with the next round; it keeps what it has emitted.
+        """End request `number` of the run that is going with its next round; it keeps what it has emitted.
 
         May be called by the consumer of `stream`, from `on_result` or from another thread; no effect on a request that
-        is done.
+        is done, nor on a run that comes later.
         """
-        self._cancelled.add(number)
+        if number in self._open:
+            self._cancelled.add(number)
 
     def step(self, waiting: deque[tuple[int, Request]]) -> list[Running]:
         """One round for all that run and read; returns those that emitted or ended."""
@@ -296,7 +305,10 @@ class Engine:
         roots = [sequence.root for sequence in self.running]
         self.draft = Draft.bare(roots, self.target.device)
         everyone = [s for s in (*self.running, *self.scheduler.reading) if s.unread]
-        if self.drafter is None or not everyone or not self._speculates(everyone):
+        if self.drafter is None or not everyone:
+            return
+        if not self._speculates(everyone):
+            self.drafter.put_off(self.pools[1], everyone)
             return
         # a joining request's prompt goes through the head too: that is its prefill
         groups = [("draft", [s for s in everyone if not s.fresh]), ("prefill", [s for s in everyone if s.fresh])]
@@ -307,6 +319,6 @@ class Engine:
             return
         metrics = [sequence.metrics for sequence in self.running]
         with clock.stage(("draft", metrics, 1)):
-            drafted = self.drafter.levels(self.pools[1], self.running, h[: len(roots)])
+            drafted = self.drafter.levels(self.pools[1], self.running, h[: len(roots)], self.controller)
         with clock.stage(("tree_build", metrics, 1)):
             self.draft = self.drafter.build(roots, drafted)

@@ -37,7 +37,9 @@ def peak_bytes(device: torch.device) -> int | None:
 def free_bytes(device: torch.device) -> int | None:
     """What may still be allocated, or None where the system does not tell."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        # what the allocator holds and does not use is free too
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
     try:
         lines = _MEMINFO.read_text().splitlines()
     except OSError:

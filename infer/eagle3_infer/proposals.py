@@ -6,6 +6,7 @@ own draw; for the rejection rule they are sampled, without replacement, from the
 
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +27,20 @@ SAMPLED_ACCEPTANCE = 0.6
 Edge = Callable[[Tensor], Tensor]
 
 
+class Proposal(NamedTuple):
+    """A level's children as proposed.
+
+    Args:
+        keys: what ranks them [B, M, Vd].
+        edge: keys of the best [B, M, k] -> their edge scores; None = the keys are edge scores.
+        log_q: the law that drew them [B, M, Vd].
+    """
+
+    keys: Tensor
+    edge: Edge | None
+    log_q: Tensor
+
+
 class Proposals:
     """Proposes children for the slots of one round.
 
@@ -42,8 +57,8 @@ class Proposals:
         self._temperatures = torch.tensor(temperatures, device=mixed_ids.device)[:, None, None]
         self.keeps_q = rule.rule == REJECTION and bool(self.sampled)
 
-    def __call__(self, logits: Tensor, level: int) -> tuple[Tensor, Edge | None, Tensor]:
-        """Ranking keys and log q [B, M, Vd] of a level's frontier, and what makes edge scores of keys.
+    def __call__(self, logits: Tensor, level: int) -> Proposal:
+        """Propose the children of a level's frontier.
 
         Args:
             logits: the head's [B, M, Vd].
@@ -52,16 +67,16 @@ class Proposals:
         log_q = self._log_q(logits.float())
         noisy = self.rule.rule == REJECTION or self.rule.draft_noise == SHARED_NOISE
         if not (noisy and self.sampled):
-            return log_q, None, log_q
+            return Proposal(log_q, None, log_q)
         purpose = Purpose.DRAFT if self.rule.rule == REJECTION else Purpose.TARGET
         keys = log_q.clone()
         for slot in self.sampled:
             keys[slot] += mixed_gumbel(self.samplers[slot].seed, purpose, self.roots[slot] + level, self.mixed_ids)
         edge = _by_rank if purpose == Purpose.DRAFT else _by_perturbed_law(keys, self._temperatures)
         if len(self.sampled) == len(self.samplers):
-            return keys, edge, log_q
+            return Proposal(keys, edge, log_q)
         greedy = self._temperatures == 0
-        return keys, lambda best: torch.where(greedy, best, edge(best)), log_q
+        return Proposal(keys, lambda best: torch.where(greedy, best, edge(best)), log_q)
 
     def _log_q(self, logits: Tensor) -> Tensor:
         filters = [self._filters(sampler) for sampler in self.samplers]

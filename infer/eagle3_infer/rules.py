@@ -9,7 +9,7 @@ from eagle3_infer.config import REJECTION, THRESHOLD, RuleConfig
 from eagle3_infer.drafter import Draft
 from eagle3_infer.running import Running
 from eagle3_infer.sampling import Sampler, log_prob
-from eagle3_kernels.sample_nodes import Purpose, greedy_nodes, target_probs, uniforms, vocabulary_gumbel
+from eagle3_kernels.sample_nodes import Filters, Purpose, greedy_nodes, target_probs, uniforms, vocabulary_gumbel
 from eagle3_kernels.verify_tree import match
 from eagle3_kernels.verify_tree.rules import decide, sequential_law, threshold_choice
 
@@ -29,13 +29,14 @@ class RoundRule:
         self.rule, self.logits, self.starts, self.draft, self.running = rule, logits, starts, draft, running
         self.samplers: list[Sampler] = [sequence.sampler for sequence in running]
         self.logprobs: list[list[float]] = [[] for _ in running]
-        self._best = greedy_nodes(logits) if any(s.greedy for s in self.samplers) else None
+        matched = rule.rule != THRESHOLD and any(sampler.greedy for sampler in self.samplers)
+        self._best = greedy_nodes(logits) if matched else None
         self._best_tokens: list[int] | None = None
         self._prefixes: dict[int, list[int]] = {}
 
     def tokens(self) -> Tensor | None:
         """The target's token after every tree row [B, N] if all requests are plainly greedy, else None."""
-        if self._best is None or self.rule.rule == THRESHOLD or not all(s.plain_greedy for s in self.samplers):
+        if self._best is None or not all(sampler.plain_greedy for sampler in self.samplers):
             return None
         tree = self.draft.tree
         starts = torch.tensor(self.starts, dtype=torch.int64, device=self._best.device)
@@ -79,9 +80,8 @@ class RoundRule:
         return decide(law, coins, noise)
 
     def _probs(self, sampler: Sampler, processed: Tensor) -> Tensor:
-        """What the threshold is compared with: a greedy request's own law would be one-hot."""
-        filters = sampler.filters._replace(temperature=1.0) if sampler.greedy else sampler.filters
-        return target_probs(processed, filters)
+        """What the threshold is compared with: a greedy request's own law would be one-hot, and has no filters."""
+        return target_probs(processed, Filters(1.0) if sampler.greedy else sampler.filters)
 
     def _greedy(self, at: int) -> int:
         if self._best_tokens is None:

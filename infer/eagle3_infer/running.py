@@ -76,6 +76,10 @@ class Running:
         self.head_length += rows
         return features[:rows], self.tokens[self.head_length - rows + 1 : self.head_length + 1]
 
+    def keep(self) -> None:
+        """Own the newest features: they are part of a round's, which holds those of all sequences."""
+        self.backlog[-1] = self.backlog[-1].clone()
+
     def emit(self, run: list[int], logprobs: Sequence[float]) -> int:
         """Append what the stop rules keep of `run`; returns how many tokens that is."""
         kept, self.finish_reason = self.stops.keep(self.output, run)

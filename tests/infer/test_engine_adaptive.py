@@ -1,52 +1,26 @@
 """The engine under a controller: whatever it decides, the tokens stay and both pools stay true."""
 
-import random
+import copy
 
 import pytest
 import torch
 
-from eagle3_infer.adaptive import Controller
+from eagle3.errors import Eagle3Error
+from eagle3.heads.eagle3 import Eagle3Head
+from eagle3.target import Target
 from eagle3_infer.config import EngineConfig, RuleConfig, SamplingConfig, TreeConfig
 from eagle3_infer.engine import Engine, Request
-from oracles.invariants import CheckedEngine
+from oracles.invariants import CheckedEngine, Whim, lower, random_head, whimsical
 from oracles.overfit import overfit
+from oracles.tiny import tiny_model
 
 AUTO = TreeConfig(depth=4, top_k=3, nodes=12, adaptive=True)
 NEW = 40
 
 
-class Whim(Controller):
-    """Decides by dice: plain stretches with backlogs, any depth, any number of nodes."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.dice, self.plain_rounds, self.caught_up = random.Random(4), 0, 0
-
-    def speculate(self, useful, pending):
-        super().speculate(useful, pending)
-        drafts = self.dice.random() < 0.4 and max(useful) > 0
-        self.plain_rounds += not drafts
-        self.caught_up = max(self.caught_up, pending if drafts else 0)
-        return drafts
-
-    def deepen(self, scores):
-        return self.dice.random() < 0.7
-
-    def pick(self, scores):
-        super().pick(scores)
-        return torch.tensor([self.dice.randint(0, self.tree.nodes) for _ in range(len(scores[0]))])
-
-
 @pytest.fixture
 def whims(monkeypatch) -> list[Whim]:
-    made: list[Whim] = []
-
-    def make(*args, **kwargs):
-        made.append(Whim(*args, **kwargs))
-        return made[-1]
-
-    monkeypatch.setattr("eagle3_infer.engine.Controller", make)
-    return made
+    return whimsical(monkeypatch)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -106,10 +80,73 @@ def test_free_memory_bounds_the_rows(monkeypatch):
     assert result.nodes <= 3 * result.rounds
 
 
-def test_without_a_figure_for_memory_nothing_is_bounded(monkeypatch):
+def test_the_bound_holds_while_costs_are_measured_and_is_asked_again(monkeypatch):
     known = overfit("llama")
-    monkeypatch.setattr("eagle3_infer.engine.free_bytes", lambda device: None)
+    row, seen = known.target.vocab_size * 8 + known.head.feature_size * 4, []
+    plain = Target.logits
+    monkeypatch.setattr(Target, "logits", lambda self, hidden: seen.append(len(hidden)) or plain(self, hidden))
+    monkeypatch.setattr("eagle3_infer.engine.free_bytes", lambda device: 5 * row)
     engine = Engine(known.target, known.head, AUTO)
     engine.prepare([Request(known.prompts[0])])
     assert engine.controller is not None
-    assert engine.controller.max_rows is None
+    assert (max(seen), engine.controller.max_rows) == (4, 4)
+    monkeypatch.setattr("eagle3_infer.engine.free_bytes", lambda device: None)
+    engine.prepare([Request(known.prompts[0])])
+    assert engine.controller.max_rows == AUTO.nodes + 1
+
+
+def test_a_long_backlog_is_read_in_a_plain_round(monkeypatch):
+    """Memory, not speed, ends a plain stretch's buffering; nobody else's rows are kept alive by it."""
+    [known, kept] = overfit("llama"), []
+    monkeypatch.setattr("eagle3_infer.drafter.MOST_BACKLOG", 16)
+    monkeypatch.setattr(Whim, "speculate", lambda self, useful, pending: False)
+    whimsical(monkeypatch)
+
+    class Watching(CheckedEngine):
+        def step(self, waiting):
+            touched = super().step(waiting)
+            for sequence in self.running:
+                kept.append(sequence.unread)
+                for part in sequence.backlog:
+                    assert part.untyped_storage().nbytes() == part.nbytes
+            return touched
+
+    requests = [Request(known.prompts[i], max_new_tokens=NEW, prompt_id=i) for i in range(2)]
+    results = Watching(known.target, known.head, AUTO, EngineConfig(slots=2)).generate(requests)
+    assert [r.token_ids for r in results] == [reply[:NEW] for reply in known.replies[:2]]
+    assert max(kept) == 16
+    assert kept.count(0) >= 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_head_that_is_not_finite_names_the_dtype(dtype):
+    target = Target(lower(tiny_model("llama"), dtype))
+    head = random_head(target).to(dtype)
+    head.lm_head.weight[3, 0] = torch.nan
+    name = str(dtype).removeprefix("torch.")
+    with pytest.raises(Eagle3Error, match=f"head's logits are not finite in {name}"):
+        Engine(target, head, AUTO).generate_one(Request([1, 2, 3], max_new_tokens=8))
+
+
+def test_a_small_chunk_of_prompts_does_not_cut_a_rounds_read(monkeypatch):
+    """Four slots commit more rows per round than prompts are read in: the head still steps once over them."""
+    known = overfit("llama")
+    head, steps = copy.copy(known.head), []
+
+    def step(h, *args, **kwargs):
+        steps.append(len(h))
+        return Eagle3Head.step(head, h, *args, **kwargs)
+
+    head.step = step
+    requests = [Request(known.prompts[i], max_new_tokens=NEW, prompt_id=i) for i in range(4)]
+    counts = []
+    for rows in (2, 64):
+        engine = Engine(known.target, head, TreeConfig.chain(1), EngineConfig(slots=4, prefill_rows=rows))
+        engine.prepare(requests)
+        steps.clear()
+        results = engine.generate(requests)
+        # a chain of one needs no step but the first
+        counts.append(len(steps) - max(r.rounds for r in results))
+    prompt_rows = sum(len(r.prompt_ids) for r in requests)
+    assert counts[0] <= prompt_rows // 2 + 4
+    assert counts[1] <= 4

@@ -35,18 +35,19 @@ def world() -> World:
 
 
 class RowCounting(CheckedEngine):
-    """Notes how many prompt rows each round read, and how many sequences it verified beside them."""
+    """Notes how many prompt rows each round read, and whether trees were verified beside them."""
 
     def __init__(self, *args):
         super().__init__(*args)
         self.rounds: list[tuple[int, int]] = []
+        chunks = self.scheduler.chunks
 
-    def step(self, waiting):
-        running, before = len(self.running), sum(s.length for s in self.scheduler.reading)
-        touched = super().step(waiting)
-        reading = self.scheduler.reading
-        self.rounds.append((running, sum(s.length for s in reading) - before if reading else -1))
-        return touched
+        def noted():
+            found = chunks()
+            self.rounds.append((len(self.running), sum(chunk.rows for chunk in found)))
+            return found
+
+        self.scheduler.chunks = noted
 
 
 @pytest.mark.parametrize("rows", [1, 3, 7, 64])
@@ -55,16 +56,17 @@ def test_prompts_are_read_in_chunks(family, rows):
     """Chunks of one row up, beside running trees; mid-chunk the head embeds the next prompt token (checked pools)."""
     target = shifted_target(family)
     prompts = [prompt * 3 for prompt in random_prompts(target, 3)]
-    expected = [greedy(target, prompt, 10) for prompt in prompts]
+    limits = (12, 5, 8)
+    expected = [greedy(target, prompt, new) for prompt, new in zip(prompts, limits, strict=True)]
     for tree in (None, TREE):
         head = random_head(target) if tree else None
         engine = RowCounting(target, head, tree, EngineConfig(slots=2, page_size=8, prefill_rows=rows))
-        results = engine.generate([Request(p, max_new_tokens=10, prompt_id=i) for i, p in enumerate(prompts)])
+        results = engine.generate([Request(prompts[i], max_new_tokens=limits[i], prompt_id=i) for i in range(3)])
         assert [r.token_ids for r in results] == expected
-        assert all(0 <= read <= rows for _, read in engine.rounds if read >= 0)
-        if rows < 4:
-            # a chunk of a later prompt and the trees of an earlier one were in one forward
-            assert any(running and read > 0 for running, read in engine.rounds)
+        assert max(read for _, read in engine.rounds) <= rows
+        assert sum(read for _, read in engine.rounds) == sum(map(len, prompts))
+        # a chunk of a later prompt and the trees of an earlier one were in one forward
+        assert any(running and read for running, read in engine.rounds)
 
 
 def test_a_stream_tells_every_round(world):
@@ -127,10 +129,27 @@ def test_cancelled_requests_keep_what_they_emitted(world):
 
 def test_cancelling_all_that_is_left_ends_the_run(world):
     """One waits, the other's prompt is being read; nothing has a tree."""
-    engine = world.engine(prefill_rows=1, slots=1)
-    engine._cancelled.update([0, 1])
+
+    class Impatient(CheckedEngine):
+        def step(self, waiting):
+            self.cancel(0)
+            self.cancel(1)
+            return super().step(waiting)
+
+    engine = Impatient(world.target, world.head, TREE, EngineConfig(prefill_rows=1))
     results = engine.generate([Request(world.prompt, prompt_id=i) for i in range(2)])
     assert [(r.token_ids, r.finish_reason) for r in results] == [([], "cancelled")] * 2
+
+
+def test_cancels_that_come_too_late_do_nothing(world):
+    """After its request is done, after the run, before any run, of a number that no request has."""
+    engine = world.engine(slots=2)
+    engine.cancel(0)
+    requests = [Request(world.prompt, max_new_tokens=n) for n in (2, NEW)]
+    results = engine.generate(requests, on_result=lambda number, _: engine.cancel(0) or engine.cancel(7))
+    assert [r.finish_reason for r in results] == ["length"] * 2
+    engine.cancel(0)
+    assert engine.generate_one(Request(world.prompt, max_new_tokens=NEW)).token_ids == world.reply
 
 
 def test_another_thread_may_cancel(world):
@@ -209,6 +228,9 @@ def test_threshold_is_lossy_and_says_so(world):
     assert result.token_ids != world.reply
     # every child is likely enough: only a bare root accepts none
     assert result.accepted_by_level[0] >= result.rounds - 1
+    # no filter counts at temperature 0
+    filtered = Request(world.prompt, SamplingConfig(top_p=0.01, top_k=1, min_p=1.0), max_new_tokens=NEW)
+    assert eager.generate_one(filtered).token_ids == result.token_ids
     strict = world.engine(rule=RuleConfig("threshold", threshold=1.0))
     assert strict.generate_one(Request(world.prompt, max_new_tokens=NEW)).token_ids == world.reply
 

@@ -1,5 +1,6 @@
 """An engine that checks itself after every round, and heads whose acceptance a test chooses. Slow, obviously right."""
 
+import random
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from eagle3.heads.eagle3 import Eagle3Head
 from eagle3.heads.protocol import DraftHead
 from eagle3.target import Target
 from eagle3.vocab import VocabMap, identity_map
+from eagle3_infer.adaptive import Controller
 from eagle3_infer.engine import Engine
 from eagle3_infer.kv import Block, KVPool, KVShape, PagedContext, probe_shapes
 from eagle3_infer.running import Running
@@ -100,6 +102,40 @@ class CheckedEngine(Engine):
             following = sequence.tokens[: sequence.head_length + 1]
             pool = fresh_head_prefill(self.target, self.drafter.head, features[: sequence.head_length], following)
             same_rows(self.pools[1], pool, sequence.slot, sequence.head_length)
+
+
+class Whim(Controller):
+    """Decides by dice: plain stretches with backlogs, any depth, any number of nodes."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.dice, self.plain_rounds, self.caught_up = random.Random(4), 0, 0
+
+    def speculate(self, useful, pending):
+        super().speculate(useful, pending)
+        drafts = self.dice.random() < 0.4 and max(useful) > 0
+        self.plain_rounds += not drafts
+        self.caught_up = max(self.caught_up, pending if drafts else 0)
+        return drafts
+
+    def deepen(self, scores):
+        return self.dice.random() < 0.7
+
+    def pick(self, scores):
+        super().pick(scores)
+        return torch.tensor([self.dice.randint(0, self.tree.nodes) for _ in range(len(scores[0]))])
+
+
+def whimsical(monkeypatch) -> list[Whim]:
+    """Engines decide by dice from now on; the controllers that they make."""
+    made: list[Whim] = []
+
+    def make(*args, **kwargs):
+        made.append(Whim(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr("eagle3_infer.engine.Controller", make)
+    return made
 
 
 def fresh_prefill(target: Target, tokens: list[int], layers: tuple[int, ...]) -> tuple[Tensor | None, KVPool]:

@@ -12,13 +12,14 @@ import pytest
 
 from eagle3.target import Target
 from eagle3_infer.config import EngineConfig, RuleConfig, SamplingConfig, TreeConfig
-from eagle3_infer.engine import Engine, Request
-from oracles.invariants import CheckedEngine, KnowingHead, random_head
+from eagle3_infer.engine import Engine, Request, Result
+from oracles.invariants import CheckedEngine, KnowingHead, random_head, whimsical
 from oracles.overfit import greedy
 from oracles.tiny import tiny_model, tiny_tokenizer
 
 SLOTS = 8
 TREE = TreeConfig(depth=4, top_k=3, nodes=10)
+CONFIG = EngineConfig(slots=SLOTS, page_size=8, pages=36, head_page_size=16, head_pages=19, prefill_rows=24)
 
 
 class World:
@@ -103,8 +104,7 @@ def alone(requests: list[Request], tree: TreeConfig | None, rule: RuleConfig | N
 def stress(count: int, seed: int, tree: TreeConfig | None, rule: RuleConfig | None = None) -> None:
     draw = random.Random(seed)
     requests = [draw_request(draw, number) for number in range(count)]
-    config = EngineConfig(slots=SLOTS, page_size=8, pages=36, head_page_size=16, head_pages=19, prefill_rows=24)
-    engine = Crowd(world().target, world().head if tree else None, tree, config, rule, seed=seed)
+    engine = Crowd(world().target, world().head if tree else None, tree, CONFIG, rule, seed=seed)
     results = engine.generate(requests)
     assert engine.starved
     assert all(pool.free for pool in engine.pools)
@@ -119,8 +119,40 @@ def stress(count: int, seed: int, tree: TreeConfig | None, rule: RuleConfig | No
     assert {r.finish_reason for r in results} == {"eos", "stop", "length"} or count < 50
 
 
+def cancelled_some(count: int, seed: int, monkeypatch) -> None:
+    [whims, draw] = whimsical(monkeypatch), random.Random(seed)
+    requests = [draw_request(draw, number) for number in range(count)]
+    engine = Crowd(world().target, world().head, replace(TREE, adaptive=True), CONFIG, seed=seed)
+    results: dict[int, Result] = {}
+    for number, _, result in engine.stream(requests):
+        if draw.random() < 0.1:
+            engine.cancel(draw.randrange(count))
+        if result is not None:
+            results[number] = result
+    expected = [tokens for tokens, *_ in alone(requests, None, None)]
+    ended = {number for number, result in results.items() if result.finish_reason == "cancelled"}
+    assert 0 < len(ended) < count / 2
+    assert whims[0].plain_rounds
+    assert set(results) == set(range(count))
+    for number, result in results.items():
+        tokens = result.token_ids
+        assert tokens == expected[number][: len(tokens)]
+        assert number in ended or len(tokens) == len(expected[number])
+    assert all(pool.free for pool in engine.pools)
+
+
 def test_twenty_requests() -> None:
     stress(20, seed=1, tree=TREE)
+
+
+def test_twenty_requests_under_whims_some_cancelled(monkeypatch) -> None:
+    """Trees of any size, plain stretches, cancels at random times: what was emitted is what plain decoding emits."""
+    cancelled_some(20, 3, monkeypatch)
+
+
+@pytest.mark.full
+def test_two_hundred_requests_under_whims_some_cancelled(monkeypatch) -> None:
+    cancelled_some(200, 4, monkeypatch)
 
 
 @pytest.mark.full
