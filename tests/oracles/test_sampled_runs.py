@@ -5,6 +5,7 @@ others from rounds. Seeds are fixed; P_VALUE is what the right law would miss by
 plain decoding's token by token, whatever the noise.
 """
 
+from dataclasses import replace
 from functools import lru_cache
 from itertools import product, zip_longest
 
@@ -20,7 +21,7 @@ from eagle3_infer import proposals, rules
 from eagle3_infer.config import EngineConfig, RuleConfig, SamplingConfig, TreeConfig
 from eagle3_infer.engine import Engine, Request, Result
 from eagle3_kernels.sample_nodes import reference
-from oracles.invariants import dense_logits, shifted_target
+from oracles.invariants import dense_logits, shifted_target, whimsical
 
 VOCAB, PROMPT, REQUESTS = 5, [1, 4, 2, 0], 1000
 P_VALUE, CAUGHT = 1e-5, 1e-9
@@ -89,6 +90,14 @@ def test_a_real_run_follows_the_targets_law(name):
     results = run(*RULES[name])
     # drafts are accepted and rejected at both levels
     assert all(0.02 < share < 0.98 for share in accepted_share(results))
+    assert P_VALUE < tail_probability(results, joint_law()) < 1 - P_VALUE
+
+
+@pytest.mark.parametrize("rule", ["target_only", "rejection"])
+def test_trees_sized_by_dice_keep_the_law(rule, monkeypatch):
+    """A controller may stop, prune or leave out drafts as it likes, if it does not look at the sampled tokens."""
+    [whims, results] = whimsical(monkeypatch), run(RuleConfig(rule), replace(TREE, adaptive=True))
+    assert whims[0].plain_rounds
     assert P_VALUE < tail_probability(results, joint_law()) < 1 - P_VALUE
 
 
