@@ -1,7 +1,9 @@
 """The engine's settings: tree, rule, sampling, pools. Imports no torch, so that `--help` answers at once."""
 
 import math
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from numbers import Integral, Real
 from typing import Any
 
 from eagle3.errors import ConfigError
@@ -16,6 +18,33 @@ MATCH, TARGET_ONLY, REJECTION, THRESHOLD = "match", "target_only", "rejection", 
 RULES = (MATCH, TARGET_ONLY, REJECTION, THRESHOLD)
 NO_NOISE, SHARED_NOISE = "none", "shared"
 DRAFT_NOISES = (NO_NOISE, SHARED_NOISE)
+
+
+def is_integer(value: Any) -> bool:
+    """Whether it is a whole number; True and False are to Python, and are no counts or token ids."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def check_integer(name: str, value: Any) -> None:
+    """Raises ConfigError for what is no whole number."""
+    if not is_integer(value):
+        raise ConfigError(f"{name} is {shown(value)}; it must be a whole number")
+
+
+def check_number(name: str, value: Any) -> None:
+    """Raises ConfigError for what is no number."""
+    if not is_number(value):
+        raise ConfigError(f"{name} is {shown(value)}; it must be a number")
+
+
+def shown(value: Any) -> str:
+    """A value and its type, on one line and cut short where it is long (a tensor)."""
+    text = " ".join(repr(value).split())
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
 
 
 @dataclass(frozen=True)
@@ -39,16 +68,19 @@ class TreeConfig:
 
     def __post_init__(self):
         for name in ("depth", "top_k"):
+            check_integer(f"tree {name}", getattr(self, name))
             if not 1 <= getattr(self, name) <= LARGEST:
                 raise ConfigError(f"tree {name} is {getattr(self, name)}; it must be between 1 and {LARGEST}")
         most = min(self.candidates, LARGEST)
         if self.nodes is None:
             object.__setattr__(self, "nodes", max(self.depth, min(self.top_k * self.depth, most)))
+        check_integer("tree nodes", self.nodes)
         if not self.depth <= self.nodes <= most:
             raise ConfigError(
                 f"tree nodes is {self.nodes}; with depth {self.depth} and top_k {self.top_k} it must be between "
                 f"{self.depth} (the depth) and {most} (top_k + top_k^2 * (depth - 1), at most {LARGEST})"
             )
+        check_number("tree level_weight", self.level_weight)
         low, high = LEVEL_WEIGHTS
         if not low <= self.level_weight <= high:
             raise ConfigError(f"tree level_weight is {self.level_weight}; it must be between {low} and {high}")
@@ -102,6 +134,7 @@ class RuleConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}")
         if self.draft_noise == SHARED_NOISE and self.rule != MATCH:
             raise ConfigError(f"draft_noise shared needs the match rule; the rule is {self.rule}")
+        check_number("threshold", self.threshold)
         if not 0 < self.threshold <= 1:
             raise ConfigError(f"threshold is {self.threshold}; it must be above 0 and at most 1")
 
@@ -148,6 +181,10 @@ class SamplingConfig:
     min_tokens: int = 0
 
     def __post_init__(self):
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+            check_number(name, getattr(self, name))
+        for name in ("top_k", "seed", "min_tokens"):
+            check_integer(name, getattr(self, name))
         if self.temperature != 0 and not SMALLEST_TEMPERATURE <= self.temperature < math.inf:
             raise ConfigError(
                 f"temperature is {self.temperature}; it must be 0 (greedy) or a finite number of at least "
@@ -171,21 +208,31 @@ class SamplingConfig:
 
 
 def _bias_pairs(given: Any) -> tuple[tuple[int, float], ...]:
-    pairs = tuple(tuple(pair) for pair in (given.items() if isinstance(given, dict) else given))
+    pairs = _listed("logit_bias", given.items() if isinstance(given, Mapping) else given)
     for pair in pairs:
-        if len(pair) != 2 or type(pair[0]) is not int or not math.isfinite(pair[1]):
+        if not (isinstance(pair, Sequence) and len(pair) == 2 and is_integer(pair[0]) and _is_finite(pair[1])):
             raise ConfigError(f"logit_bias holds {pair!r}; expected pairs of a token id and a finite number")
     if len({token for token, _ in pairs}) != len(pairs):
         raise ConfigError("logit_bias names a token id twice")
-    return pairs
+    return tuple((token, bias) for token, bias in pairs)
 
 
 def _word_tuples(given: Any) -> tuple[tuple[int, ...], ...]:
-    words = tuple(tuple(word) for word in given)
+    words = _listed("bad_words", given)
     for word in words:
-        if not word or any(type(token) is not int for token in word):
+        if not (isinstance(word, Sequence) and word and all(map(is_integer, word))):
             raise ConfigError(f"bad_words holds {word!r}; expected sequences of at least one token id")
-    return words
+    return tuple(tuple(word) for word in words)
+
+
+def _listed(name: str, given: Any) -> list[Any]:
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise ConfigError(f"{name} is {shown(given)}; it must be a sequence")
+    return list(given)
+
+
+def _is_finite(value: Any) -> bool:
+    return is_number(value) and math.isfinite(value)
 
 
 @dataclass(frozen=True)
@@ -209,7 +256,10 @@ class EngineConfig:
     prefill_rows: int = 512
 
     def __post_init__(self):
-        for name in asdict(self):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; it must be 1 or more")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is None and field.default is None:
+                continue
+            check_integer(field.name, value)
+            if value < 1:
+                raise ConfigError(f"{field.name} is {value}; it must be 1 or more")

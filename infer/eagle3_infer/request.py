@@ -2,11 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import Any, NamedTuple
 
 from eagle3.errors import ConfigError
-from eagle3_infer.config import SamplingConfig
+from eagle3_infer.config import SamplingConfig, check_integer, shown
 
 STAGES = ("prefill", "draft", "tree_build", "verify", "accept", "relocate", "other")
 
@@ -41,7 +40,7 @@ class Request:
 
     def __post_init__(self):
         for name in ("prompt_id", "turn", "sample", "max_new_tokens"):
-            _check_integer(name, getattr(self, name))
+            check_integer(name, getattr(self, name))
         for name in ("prompt_ids", "forced", *(["eos_ids"] if self.eos_ids is not None else [])):
             _check_integers(name, getattr(self, name))
         if not self.prompt_ids:
@@ -52,28 +51,18 @@ class Request:
             raise ConfigError(f"stop is {self.stop!r}; it must be a sequence of strings that are not empty")
 
 
-def _check_integer(name: str, value: Any) -> None:
-    # True and False are integers to Python, and no token ids
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise ConfigError(f"{name} is {_shown(value)}; it must be a whole number")
-
-
 def _check_integers(name: str, values: Any) -> None:
     if not isinstance(values, list | tuple):
-        raise ConfigError(f"{name} is {_shown(values)}; it must be a list or tuple of whole numbers")
+        raise ConfigError(f"{name} is {shown(values)}; it must be a list or tuple of whole numbers")
     for index, value in enumerate(values):
-        _check_integer(f"{name}[{index}]", value)
-
-
-def _shown(value: Any) -> str:
-    """A value and its type, on one line and cut short where it is long (a tensor)."""
-    text = " ".join(repr(value).split())
-    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
+        check_integer(f"{name}[{index}]", value)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
     """One finished request; 1 + sum(run_lengths) == len(token_ids), as the prefill yields the first token.
+
+    One that was cancelled before that has neither: its token_ids and run_lengths are empty.
 
     Args:
         token_ids: emitted tokens, up to and including the EOS or the token that completes a stop string.

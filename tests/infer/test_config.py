@@ -2,7 +2,9 @@
 
 import subprocess
 import sys
+from typing import Any
 
+import numpy as np
 import pytest
 
 from eagle3.errors import ConfigError
@@ -28,6 +30,10 @@ def test_legal_trees(depth, top_k, nodes):
         ({"level_weight": 0.0}, r"level_weight is 0.0; it must be between 0.1 and 10.0"),
         ({"level_weight": float("nan")}, "level_weight is nan"),
         ({"level_weight": 1.5, "adaptive": True}, "level_weight is 1.5; an adaptive tree takes 1"),
+        ({"depth": 2.5}, r"depth is 2.5 \(float\); it must be a whole number"),
+        ({"top_k": True}, r"top_k is True \(bool\)"),
+        ({"nodes": "8"}, r"nodes is '8' \(str\)"),
+        ({"level_weight": "1"}, r"level_weight is '1' \(str\); it must be a number"),
     ],
 )
 def test_trees_out_of_range_print_the_range(settings, message):
@@ -36,7 +42,11 @@ def test_trees_out_of_range_print_the_range(settings, message):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"temperature": -0.1}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}]
+    "settings",
+    [
+        *({"temperature": -0.1}, {"temperature": float("nan")}, {"temperature": "1"}, {"temperature": None}),
+        *({"top_k": -1}, {"top_k": 2.5}, {"top_p": 0.0}, {"top_p": 1.1}, {"min_p": True}, {"seed": 0.5}),
+    ],
 )
 def test_sampling_out_of_range(settings):
     with pytest.raises(ConfigError, match=next(iter(settings))):
@@ -61,6 +71,14 @@ def test_nodes_default_to_top_k_times_depth(depth, top_k, nodes):
         ({"logit_bias": ((1, float("nan")),)}, "logit_bias holds"),
         ({"bad_words": ((),)}, r"bad_words holds \(\)"),
         ({"bad_words": ((1.5,),)}, "bad_words holds"),
+        ({"logit_bias": (5, 1.0)}, "logit_bias holds 5; expected pairs"),
+        ({"logit_bias": {5: "x"}}, r"logit_bias holds \(5, 'x'\)"),
+        ({"logit_bias": ((True, 1.0),)}, "logit_bias holds"),
+        ({"logit_bias": 5}, r"logit_bias is 5 \(int\); it must be a sequence"),
+        ({"bad_words": (3,)}, "bad_words holds 3"),
+        ({"bad_words": "text"}, r"bad_words is 'text' \(str\)"),
+        ({"min_tokens": 1.5}, r"min_tokens is 1.5 \(float\)"),
+        ({"repetition_penalty": "1"}, r"repetition_penalty is '1' \(str\)"),
     ],
 )
 def test_processors_out_of_range(settings, message):
@@ -80,6 +98,7 @@ def test_biases_and_words_may_come_as_mappings_and_lists():
         ({"draft_noise": "own"}, "draft_noise is 'own'; it must be one of none, shared"),
         ({"threshold": 0.0}, "threshold is 0.0"),
         ({"threshold": 1.5}, "threshold is 1.5"),
+        ({"threshold": "0.5"}, r"threshold is '0.5' \(str\); it must be a number"),
     ],
 )
 def test_rules_that_do_not_exist(settings, message):
@@ -94,10 +113,24 @@ def test_temperatures_too_small_to_divide_by(temperature):
     SamplingConfig(1e-4)
 
 
-@pytest.mark.parametrize("settings", [{"slots": 0}, {"page_size": 0}, {"max_tokens": 0}, {"head_pages": 0}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"slots": 0}, {"page_size": 0}, {"max_tokens": 0}, {"head_pages": 0}),
+        *({"slots": 2.5}, {"slots": True}, {"slots": None}, {"pages": "9"}, {"prefill_rows": 1.0}),
+    ],
+)
 def test_engine_settings_out_of_range(settings):
     with pytest.raises(ConfigError, match=next(iter(settings))):
         EngineConfig(**settings)
+
+
+def test_numpys_numbers_are_numbers():
+    three: Any = np.int64(3)
+    half: Any = np.float32(0.5)
+    assert EngineConfig(slots=three).slots == 3
+    assert SamplingConfig(half, logit_bias=((three, half),)) == SamplingConfig(0.5, logit_bias=((3, 0.5),))
+    assert TreeConfig(three, 2) == TreeConfig(3, 2)
 
 
 def test_chain_is_a_tree():
