@@ -257,7 +257,7 @@ class EngineConfig:
 
     def __post_init__(self):
         for field in fields(self):
-            value = getattr(self, field.name)
+            value: Any = getattr(self, field.name)
             if value is None and field.default is None:
                 continue
             check_integer(field.name, value)

@@ -1,4 +1,4 @@
-"""Why two modes of a bench part: each divergence decided again in fp32 (`verify.Replay`), then judged.
+"""Why two modes of a bench part: each divergence decided again in fp32 (`replay.Replay`), then judged.
 
 Rounding explains a divergence only if every way of decoding agrees in fp32, and only if the tokens were so close
 that rounding can swap them. Anything else is a bug.
@@ -9,11 +9,11 @@ import torch
 from eagle3.target import Target
 from eagle3_infer.bench import Bench
 from eagle3_infer.compare import Explain
+from eagle3_infer.replay import Replay, Verdict
 from eagle3_infer.report import Divergence, Output
 from eagle3_infer.request import Request
 from eagle3_infer.sampling import Sampler
 from eagle3_infer.settings import HF
-from eagle3_infer.verify import Replay, Verdict
 
 # a lead in logits that no change of the row count can undo, far above what was ever seen (bf16: about 0.3)
 LARGEST_GAP = {torch.float32: 1e-3, torch.float16: 1.0, torch.bfloat16: 4.0}

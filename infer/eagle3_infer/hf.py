@@ -23,12 +23,12 @@ from eagle3_infer.config import EngineConfig, RuleConfig, TreeConfig
 from eagle3_infer.engine import Engine
 from eagle3_infer.hf_model import Engines, driven
 from eagle3_infer.hf_prepared import (
+    Endings,
     Row,
-    Stops,
     checked_inputs,
     join_rows,
     make_requests,
-    read_stops,
+    read_endings,
     refuse_other_modes,
     split_rows,
 )
@@ -94,15 +94,15 @@ class Generator:
         """
         refuse_other_modes(generation_config)
         rows = split_rows(input_ids, **checked_inputs(model_kwargs))
-        stops = read_stops(stopping_criteria)
+        endings = read_endings(stopping_criteria)
         if stop_strings:
-            stops.asked.append(self._stop_string_criteria(stop_strings))
+            endings.asked.append(self._stop_string_criteria(stop_strings))
         pad = generation_config._pad_token_tensor
         if len(rows) > 1:
-            self._check_batch(stops, pad)
-        requests = make_requests(rows, logits_processor, generation_config, stops)
+            self._check_batch(endings, pad)
+        requests = make_requests(rows, logits_processor, generation_config, endings)
         with driven(model) as (target, engines):
-            self._run(self._engine(target, engines, len(rows)), requests, rows, stops)
+            self._run(self._engine(target, engines, len(rows)), requests, rows, endings)
         sequences: Any = join_rows(rows, input_ids, pad)
         if generation_config.return_dict_in_generate:
             return GenerateDecoderOnlyOutput(sequences=sequences)
@@ -113,10 +113,10 @@ class Generator:
             raise ConfigError("stop_strings need a tokenizer: eagle3_infer.generator(head, tokenizer=tokenizer)")
         return StopStringCriteria(self.tokenizer, strings)
 
-    def _check_batch(self, stops: Stops, pad: Tensor | None) -> None:
+    def _check_batch(self, endings: Endings, pad: Tensor | None) -> None:
         if self.streamer is not None:
             raise ConfigError("a streamer takes one row; give one prompt and num_return_sequences=1, or no streamer")
-        if stops.asked and pad is None:
+        if endings.asked and pad is None:
             raise ConfigError("rows may end at different lengths, and nothing fills them up: set pad_token_id")
 
     def _engine(self, target: Target, engines: Engines, rows: int) -> Engine:
@@ -129,7 +129,7 @@ class Generator:
             engines[self] = config.slots, engine
         return engine
 
-    def _run(self, engine: Engine, requests: list[Request], rows: list[Row], stops: Stops) -> None:
+    def _run(self, engine: Engine, requests: list[Request], rows: list[Row], endings: Endings) -> None:
         """Append to every row what its request emits, up to where a criterion ends it."""
         engine.prepare(requests)
         self._tell([[rows[0].prompt]])
@@ -137,7 +137,7 @@ class Generator:
         with closing(engine.stream(requests)) as updates:
             for update in updates:
                 row = rows[update.number]
-                self._tell([token] for token in row.take(update.token_ids, stops.asked))
+                self._tell([token] for token in row.take(update.token_ids, endings.asked))
                 if update.result is not None:
                     row.ended = True
                 elif row.ended:

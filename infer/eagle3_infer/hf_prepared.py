@@ -77,7 +77,7 @@ class Row:
 
 
 @dataclass
-class Stops:
+class Endings:
     """Where rows end: natively at a length (padding counts, as in `generate`) and at EOS ids, else by asking."""
 
     max_length: int
@@ -85,7 +85,7 @@ class Stops:
     asked: list[Any]
 
 
-def read_stops(criteria: StoppingCriteriaList) -> Stops:
+def read_endings(criteria: StoppingCriteriaList) -> Endings:
     """The prepared criteria, the user's own among them.
 
     Raises:
@@ -105,7 +105,7 @@ def read_stops(criteria: StoppingCriteriaList) -> Stops:
                 f"stopping criterion {kind.__name__} is not supported: rows are checked one by one, without scores; "
                 "supported are MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria and StopStringCriteria"
             )
-    return Stops(min(lengths), tuple(sorted(eos)), asked)
+    return Endings(min(lengths), tuple(sorted(eos)), asked)
 
 
 def refuse_other_modes(config: GenerationConfig) -> None:
@@ -157,7 +157,7 @@ def split_rows(input_ids: Tensor, mask: Tensor | None, positions: Tensor | None)
 
 
 def make_requests(
-    rows: Sequence[Row], processors: LogitsProcessorList, config: GenerationConfig, stops: Stops
+    rows: Sequence[Row], processors: LogitsProcessorList, config: GenerationConfig, endings: Endings
 ) -> list[Request]:
     """A request per row; rows of one prompt are samples of it."""
     rest, filters = _split_filters(processors, bool(config.do_sample))
@@ -168,10 +168,10 @@ def make_requests(
             prompt_ids=row.prompt_ids,
             sampling=sampling,
             # generate emits a token before it asks its criteria
-            max_new_tokens=max(1, stops.max_length - len(row.prompt)),
+            max_new_tokens=max(1, endings.max_length - len(row.prompt)),
             prompt_id=number // config.num_return_sequences,
             sample=number % config.num_return_sequences,
-            eos_ids=stops.eos_ids,
+            eos_ids=endings.eos_ids,
             processors=tuple(_behind(row.pads, each) for each in adapted),
         )
         for number, row in enumerate(rows)

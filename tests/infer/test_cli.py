@@ -19,7 +19,7 @@ from eagle3.errors import ConfigError
 from eagle3.target import Target
 from eagle3_infer import bench as bench_module
 from eagle3_infer import explain as explain_module
-from eagle3_infer import verify as verify_module
+from eagle3_infer import replay as replay_module
 from eagle3_infer.cli import main, parse_settings
 from eagle3_infer.config import SamplingConfig, TreeConfig
 from eagle3_infer.models import random_head
@@ -440,7 +440,7 @@ def test_verify_finds_a_bug(base, tmp_path, capsys, monkeypatch, replayed):
     """Also where the replay does not show it: the token that was left led by more than rounding moves."""
     monkeypatch.setattr(bench_module, "Engine", Wrong)
     if replayed:
-        monkeypatch.setattr(verify_module, "Engine", Wrong)
+        monkeypatch.setattr(replay_module, "Engine", Wrong)
     path = tmp_path / "report.json"
     argv = [*base, "--mode", "plain,chain", "--dtype", "float32", "--json", str(path)]
     assert main(argv) == 0
