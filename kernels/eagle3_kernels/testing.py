@@ -20,7 +20,6 @@ from functools import wraps
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -242,13 +241,16 @@ def device() -> torch.device:
 @contextmanager
 def poisoned() -> Iterator[None]:
     """Inside, memory that nobody writes reads as NaN (integers: the largest), so an unwritten output shows."""
+    settings: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    with mock.patch.object(torch.utils.deterministic, "fill_uninitialized_memory", True):
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        try:
-            yield
-        finally:
-            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    fills = settings.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    settings.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        settings.fill_uninitialized_memory = fills
 
 
 def error_budget(eager: Tensor, exact: Tensor) -> float:
