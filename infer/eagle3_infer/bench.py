@@ -10,14 +10,14 @@ from eagle3.errors import ConfigError, DataError
 from eagle3.heads.eagle3 import Eagle3Head
 from eagle3.target import Target
 from eagle3_infer.baseline import hf_decoder
-from eagle3_infer.config import EngineConfig, SamplingConfig
+from eagle3_infer.config import EngineConfig
 from eagle3_infer.engine import Engine
 from eagle3_infer.memory import peak_bytes, reset_peak
 from eagle3_infer.metrics import now
 from eagle3_infer.prompts import Prompt, render, word_ids
 from eagle3_infer.report import ModeRun, Output
 from eagle3_infer.request import STAGES, Request, Result
-from eagle3_infer.settings import HF, ModePlan, RunSettings
+from eagle3_infer.settings import HF, ModePlan, RunSettings, flag
 
 WARM_UP_TOKENS = 16
 
@@ -67,7 +67,9 @@ class Bench:
     ):
         self.settings, self.target, self.head = settings, target, head
         self.tokenizer: Any = target.tokenizer
-        self.sampling = sampling_for(settings, target)
+        # words that are not to be emitted, as the target's token ids
+        words = word_ids(target.tokenizer, settings.bad_words)
+        self.sampling = replace(settings.sampling, bad_words=words)
         self.prompts, self.progress = prompts, progress
         self.plans = settings.plans() + ([ModePlan(HF, HF)] if settings.hf else [])
         self.modes = [ModeRun(plan.key, plan.settings) for plan in self.plans]
@@ -84,13 +86,14 @@ class Bench:
         """Render every first turn, so that what cannot run is known before anything is timed.
 
         Raises:
-            ConfigError: a tree deeper than the target has positions.
+            ConfigError: a tree deeper than the target has positions, or ids that the target lacks.
             DataError: a prompt with its new tokens does not fit the target's positions.
         """
         for plan in self.plans:
             if plan.tree is not None:
                 plan.tree.check_positions(self.target.max_positions)
         self.first_text, _ = render(self.tokenizer, self.prompts[0].messages([]))
+        plain = Engine(self.target)
         for index, prompt in enumerate(self.prompts):
             turn = self._turn(index, 0, [])
             if (excess := self._excess(turn)) > 0:
@@ -99,6 +102,8 @@ class Bench:
                     f"{self.settings.max_new_tokens} new ones that is {excess} more than the target's "
                     f"{self.target.max_positions} positions: shorten it or lower --max-new-tokens"
                 )
+            with in_flags():
+                plain.scheduler.check(turn.request)
 
     def run(self) -> None:
         """Warm up and time every mode, `repeats` times; Ctrl-C ends it and keeps what was finished."""
@@ -241,12 +246,11 @@ def in_batches(
     return decode
 
 
-def sampling_for(settings: RunSettings, target: Target) -> SamplingConfig:
-    """The requests' sampling: words that are not to be emitted as the target's token ids.
-
-    Raises ConfigError for a biased id that the target lacks.
-    """
-    odd = [token for token, _ in settings.sampling.logit_bias if not 0 <= token < target.vocab_size]
-    if odd:
-        raise ConfigError(f"--logit-bias names token id {odd[0]}; the target's ids are 0 .. {target.vocab_size - 1}")
-    return replace(settings.sampling, bad_words=word_ids(target.tokenizer, settings.bad_words))
+@contextmanager
+def in_flags() -> Iterator[None]:
+    """What is wrong with a request's settings is said of the flags that set them."""
+    try:
+        yield
+    except ConfigError as error:
+        text = str(error).replace("logit_bias", flag("logit_bias")).replace("bad_words", flag("bad_word"))
+        raise ConfigError(text) from error

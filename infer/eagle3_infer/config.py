@@ -257,9 +257,12 @@ class EngineConfig:
 
     def __post_init__(self):
         for field in fields(self):
-            value: Any = getattr(self, field.name)
-            if value is None and field.default is None:
-                continue
-            check_integer(field.name, value)
-            if value < 1:
-                raise ConfigError(f"{field.name} is {value}; it must be 1 or more")
+            value = getattr(self, field.name)
+            if value is not None or field.default is not None:
+                _check_count(field.name, value)
+
+
+def _check_count(name: str, value: Any) -> None:
+    check_integer(name, value)
+    if value < 1:
+        raise ConfigError(f"{name} is {value}; it must be 1 or more")

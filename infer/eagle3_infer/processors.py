@@ -44,7 +44,7 @@ def build_processors(
         eos_ids: what min_tokens forbids; as in transformers, an EOS id alone is no bad word.
         extra: processors, or transformers' own (see `adapt`); they come last, before the filters.
     Raises:
-        ConfigError: a negative token id, or an extra processor that is not known to be stateless.
+        ConfigError: an extra processor that is not known to be stateless.
     """
     edits: list[Edit] = []
     if sampling.logit_bias:
@@ -64,31 +64,16 @@ def build_processors(
 class Edit(Protocol):
     """A change in place of logits that nobody else holds."""
 
-    @property
-    def largest(self) -> int:
-        """Largest token id it names, -1 if none."""
-        ...
-
     def __call__(self, tokens: Sequence[int], logits: Tensor) -> None: ...
 
 
 @dataclass(frozen=True)
 class Edits:
-    """Edits one after the other, on one copy of the logits.
-
-    Raises:
-        ConfigError: an edit names a token id that the logits do not have.
-    """
+    """Edits one after the other, on one copy of the logits."""
 
     edits: tuple[Edit, ...]
 
     def __call__(self, tokens: Sequence[int], logits: Tensor) -> Tensor:
-        largest = max(edit.largest for edit in self.edits)
-        if largest >= len(logits):
-            raise ConfigError(
-                f"a logit bias, bad word or suppressed token names token id {largest}; "
-                f"the target's ids are 0 .. {len(logits) - 1}"
-            )
         logits = logits.clone()
         for edit in self.edits:
             edit(tokens, logits)
@@ -102,18 +87,24 @@ class SequenceBias:
 
     Args:
         biases: (token ids, what is added to the last one's logit; -inf forbids it).
+    Raises:
+        ConfigError: when called, of a token id that the logits do not have. A request's own ids were checked with the
+            request; those of transformers' processors come unseen.
     """
 
     def __init__(self, biases: Iterable[tuple[Sequence[int], float]]):
         pairs = [(tuple(int(i) for i in sequence), float(bias)) for sequence, bias in biases]
         named = [token for sequence, _ in pairs for token in sequence]
-        if min(named, default=0) < 0:
-            raise ConfigError(f"token id {min(named)} is negative; logit_bias and bad_words name ids from 0 on")
-        self.largest = max(named, default=-1)
+        self.lowest, self.highest = min(named, default=0), max(named, default=0)
         self.single = {sequence[0]: bias for sequence, bias in pairs if len(sequence) == 1}
         self.longer = [(list(sequence[:-1]), sequence[-1], bias) for sequence, bias in pairs if len(sequence) > 1]
 
     def __call__(self, tokens: Sequence[int], logits: Tensor) -> None:
+        if self.lowest < 0 or self.highest >= len(logits):
+            odd = self.lowest if self.lowest < 0 else self.highest
+            raise ConfigError(
+                f"a processor biases or forbids token id {odd}; the target's ids are 0 .. {len(logits) - 1}"
+            )
         due = self.single
         for before, last, bias in self.longer:
             if len(tokens) > len(before) and list(tokens[-len(before) :]) == before:
@@ -127,7 +118,6 @@ class Repetition:
     """Divides positive and multiplies negative logits of every token so far, prompt included (CTRL, section 4.1)."""
 
     penalty: float
-    largest: int = -1
 
     def __call__(self, tokens: Sequence[int], logits: Tensor) -> None:
         ids = _ids(tokens, logits)
@@ -143,7 +133,6 @@ class Occurrences:
     prompt_length: int
     presence: float
     frequency: float
-    largest: int = -1
 
     def __call__(self, tokens: Sequence[int], logits: Tensor) -> None:
         counts = Counter(tokens[self.prompt_length :])
@@ -158,7 +147,6 @@ class MinLength:
 
     length: int
     eos_ids: tuple[int, ...]
-    largest: int = -1
 
     def __call__(self, tokens: Sequence[int], logits: Tensor) -> None:
         # an id without a logit cannot be drawn anyhow

@@ -44,14 +44,14 @@ def run(settings: RunSettings, argv: Sequence[str]) -> int:
     target = load_target(settings, device)
     head = load_draft(settings, target) if settings.needs_head else None
     bench = Bench(settings, target, head, prompts, Progress())
-    unused = settings.unused()
-    print("\n".join([*header_lines(settings, target, head, prompts), *(f"note: {text}" for text in unused)]))
+    notes = settings.notes()
+    print("\n".join([*header_lines(settings, target, head, prompts), *(f"note: {text}" for text in notes)]))
     bench.prepare()
     print(first_prompt_lines(bench.first_text, has_template(target.tokenizer)), flush=True)
     bench.run()
     for note in bench.notes:
         print(f"note: {note}")
-    bench.notes[:0] = unused
+    bench.notes[:0] = notes
     return conclude(settings, argv, target, bench)
 
 

@@ -1,14 +1,17 @@
 """A request's draw of the target's token: its processors, filters and seed, and the replayed tokens before them."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from eagle3.errors import ConfigError
 from eagle3_infer.processors import Processor, build_processors
 from eagle3_infer.request import Request
 from eagle3_kernels.sample_nodes import Filters, perturbed_scores, request_seed, sample_node
+from eagle3_kernels.sample_nodes.filters import check_finite
 
 
 @dataclass(frozen=True)
@@ -18,6 +21,7 @@ class Sampler:
     Args:
         processors: change logits by the prefix; none where the request asks for none.
         logprobs: whether the emitted tokens' log-probabilities are wanted.
+        prompt_id: of the request, which errors name.
     """
 
     filters: Filters
@@ -26,6 +30,7 @@ class Sampler:
     prompt_length: int
     processors: tuple[Processor, ...] = ()
     logprobs: bool = False
+    prompt_id: int = 0
 
     @classmethod
     def of(cls, request: Request, eos_ids: Sequence[int] = ()) -> "Sampler":
@@ -44,6 +49,7 @@ class Sampler:
             prompt_length,
             build_processors(s, prompt_length, eos_ids, request.processors),
             request.logprobs,
+            request.prompt_id,
         )
 
     @property
@@ -61,9 +67,25 @@ class Sampler:
         return self.forced[index] if index < len(self.forced) else None
 
     def process(self, logits: Tensor, prefix: Sequence[int]) -> Tensor:
-        """Logits [V] after this request's processors, given all tokens before the one that is drawn."""
+        """Logits [V] after this request's processors, given all tokens before the one that is drawn.
+
+        Raises:
+            FloatingPointError: the model's own logits are not finite.
+            ConfigError: the processors left no token, or made a logit that is not finite.
+        """
+        if not self.processors:
+            return logits
+        # while they have the model's dtype: afterwards all are float32
+        check_finite(logits.max(), logits.dtype)
         for processor in self.processors:
             logits = processor(prefix, logits.float())
+        largest = float(logits.max())
+        if not math.isfinite(largest):
+            done = "left no token" if largest == -math.inf else f"made a logit of {largest}"
+            raise ConfigError(
+                f"prompt {self.prompt_id}: penalties, biases, bans and other processors {done} at position "
+                f"{len(prefix)}; at least one token must stay, with a finite logit"
+            )
         return logits
 
     def draw(self, processed: Tensor, position: int) -> int:

@@ -129,9 +129,29 @@ class RunSettings:
             plans.append(ModePlan(f"{kind}[{','.join(parts)}]" if parts else kind, kind, tree, rule))
         return plans
 
+    def notes(self) -> list[str]:
+        """What the user must know before the run."""
+        return [*self.unused(), *self._untied_to_the_seed()]
+
+    def _untied_to_the_seed(self) -> list[str]:
+        # the threshold gives a greedy request, too, whatever was drafted
+        greedy = self.sampling.temperature == 0
+        keys = [
+            plan.key
+            for plan in self.plans()
+            if plan.kind == AUTO and plan.rule and (plan.rule.rule == THRESHOLD if greedy else not plan.rule.pathwise)
+        ]
+        if not keys:
+            return []
+        return [
+            f"{', '.join(keys)} draw other tokens with other trees, and adaptive trees follow the machine's speed: "
+            "the same seed may give other outputs; --rule match does not have this"
+        ]
+
     def unused(self) -> list[str]:
         """What was asked for and changes nothing, flag by flag."""
         said = [f"{name} changes nothing at temperature 0" for name in self._unused_when_greedy()]
+        said += self._unused_by_shapes()
         if self.draft is not None and not self.needs_head:
             said.append("--draft changes nothing: no mode drafts")
         if self.chain_depth is not None and CHAIN not in self.modes:
@@ -141,6 +161,21 @@ class RunSettings:
         if self.threshold != RuleConfig.threshold and THRESHOLD not in self.rule:
             said.append(f"--threshold changes nothing: it belongs to --rule {THRESHOLD}")
         return said
+
+    def _unused_by_shapes(self) -> list[str]:
+        """Flags of trees that no mode grows."""
+        kinds = {plan.kind for plan in self.plans()}
+        names = [] if kinds & {TREE, AUTO} else ["tree_top_k", "tree_nodes", "tree_level_weight"]
+        if names and (CHAIN not in kinds or self.chain_depth is not None):
+            names.insert(0, "tree_depth")
+        said = [f"{flag(name)} changes nothing: no mode of this run has such trees" for name in self._given(names)]
+        if AUTO in kinds and self._given(["tree_level_weight"]):
+            said.append(f"--tree-level-weight changes nothing of {AUTO}: it ranks nodes by learned acceptance")
+        return said
+
+    def _given(self, names: Sequence[str]) -> list[str]:
+        """Those that are not what they are by default."""
+        return [name for name in names if getattr(self, name) != getattr(RunSettings, name)]
 
     def _unused_when_greedy(self) -> list[str]:
         if self.sampling.temperature != 0:

@@ -176,6 +176,16 @@ def test_plain_only_needs_no_head(target_folder, prompts_file, capsys):
         (["--temperature", "1", "--mode", "plain", "--rule", "rejection"], ["--rule"]),
         (["--mode", "plain", "--draft", "random", "--chain-depth", "2"], ["--draft", "--chain-depth"]),
         ([], []),
+        (["--mode", "plain,auto", "--tree-level-weight", "2"], ["--tree-level-weight"]),
+        (["--mode", "tree", "--tree-nodes", "auto", "--tree-level-weight", "2"], ["--tree-level-weight"]),
+        (["--mode", "tree,auto", "--tree-level-weight", "2"], ["--tree-level-weight"]),
+        (["--mode", "chain", "--tree-level-weight", "2"], ["--tree-level-weight"]),
+        (["--mode", "tree", "--tree-level-weight", "2", "--tree-top-k", "7"], []),
+        (["--mode", "plain,chain", "--tree-top-k", "7", "--tree-nodes", "7"], ["--tree-top-k", "--tree-nodes"]),
+        (["--mode", "plain,auto", "--tree-depth", "2", "--tree-top-k", "7"], []),
+        (["--mode", "chain", "--tree-depth", "2"], []),
+        (["--mode", "chain", "--tree-depth", "2", "--chain-depth", "3"], ["--tree-depth"]),
+        (["--mode", "plain", "--tree-depth", "2"], ["--tree-depth"]),
     ],
 )
 def test_flags_that_change_nothing_are_named(flags, named):
@@ -184,10 +194,39 @@ def test_flags_that_change_nothing_are_named(flags, named):
 
 def test_unused_flags_are_said_once(target_folder, prompts_file, tmp_path, capsys):
     path = tmp_path / "report.json"
-    argv = ["--target", str(target_folder), "--prompts", str(prompts_file), "--mode", "plain", "--no-hf", *FAST]
-    assert main([*argv, "--draft", "random", "--json", str(path)]) == 0
+    argv = ["--target", str(target_folder), "--prompts", str(prompts_file), "--mode", "plain", "--no-hf"]
+    assert main([*argv, "--max-new-tokens", "12", "--draft", "random", "--json", str(path)]) == 0
     assert capsys.readouterr().out.count("note: --draft changes nothing") == 1
     assert json.loads(path.read_text())["run"]["notes"] == ["--draft changes nothing: no mode drafts"]
+
+
+@pytest.mark.parametrize(
+    "flags, named",
+    [
+        (["--mode", "auto", "--temperature", "1"], None),
+        (["--mode", "tree", "--temperature", "1", "--rule", "rejection"], None),
+        (["--mode", "auto", "--rule", "target_only"], None),
+        (["--mode", "auto", "--temperature", "1", "--rule", "match,target_only"], "auto[target_only]"),
+        (
+            ["--mode", "tree", "--tree-nodes", "8,auto", "--temperature", "1", "--rule", "rejection,target_only"],
+            "auto[rejection], auto[target_only]",
+        ),
+        # greedy requests too obey the threshold
+        (["--mode", "auto", "--rule", "threshold"], "auto[threshold]"),
+    ],
+)
+def test_tokens_that_hang_on_the_machines_speed_are_noted(flags, named):
+    """Under a rule that is not pathwise the tree has a say in which tokens are drawn, and the clock in the tree."""
+    notes = [text for text in parse_settings(flags).notes() if "seed" in text]
+    assert [text.partition(" draw")[0] for text in notes] == ([] if named is None else [named])
+
+
+def test_the_run_says_that_its_seed_does_not_fix_its_tokens(base, tmp_path, capsys):
+    path = tmp_path / "report.json"
+    flags = ["--mode", "auto", "--temperature", "1", "--rule", "target_only", "--no-hf", "--limit", "1"]
+    assert main([*base, *flags, "--json", str(path)]) == 0
+    assert capsys.readouterr().out.count("note: auto[target_only] draw") == 1
+    assert json.loads(path.read_text())["run"]["notes"][0].startswith("auto[target_only] draw")
 
 
 def test_saved_head(base, head_folder):
@@ -498,7 +537,8 @@ def test_plain_decoding_that_parts_from_hf_is_a_bug(base, tmp_path, capsys, monk
         (["--presence-penalty", "nan"], "presence_penalty"),
         (["--logit-bias", "5"], "ID=VALUE"),
         (["--logit-bias", "5=1", "--logit-bias", "5=2"], "twice"),
-        (["--logit-bias", "257=1"], "0 .. 256"),
+        (["--logit-bias", "257=1"], "--logit-bias or --bad-word of token id 257; ids are 0 .. 256"),
+        (["--logit-bias=-3=1"], "--logit-bias or --bad-word of token id -3; ids are 0 .. 256"),
         (["--bad-word", ""], "--bad-word"),
         (["--min-tokens", "-1"], "min_tokens"),
         (["--rule", "greedy"], "match, target_only, rejection, threshold"),

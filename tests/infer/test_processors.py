@@ -15,6 +15,7 @@ from eagle3.target import Target
 from eagle3_infer.config import SamplingConfig, TreeConfig
 from eagle3_infer.engine import Engine, Request
 from eagle3_infer.processors import STATELESS, Edits, Processor, Pure, adapt, build_processors, pure
+from eagle3_infer.sampling import Sampler
 from oracles.invariants import KnowingHead, random_head, shifted_target
 from oracles.overfit import random_prompts
 from oracles.tiny import tiny_model
@@ -247,16 +248,16 @@ def test_pure_checks_the_shape():
 
 
 @pytest.mark.parametrize(
-    "settings, match",
+    "processor, token",
     [
-        ({"logit_bias": ((VOCAB, 1.0),)}, "token id 40; the target's ids are 0 .. 39"),
-        ({"bad_words": [[4, VOCAB + 2]]}, "token id 42; the target's ids are 0 .. 39"),
-        ({"bad_words": [[4, -1]]}, "token id -1 is negative"),
+        (hf.SequenceBiasLogitsProcessor([[[VOCAB], 1.0]]), VOCAB),
+        (hf.NoBadWordsLogitsProcessor([[4, VOCAB + 2]]), VOCAB + 2),
+        (hf.SuppressTokensLogitsProcessor([4, -1]), -1),
     ],
 )
-def test_ids_outside_the_vocabulary(settings, match):
-    with pytest.raises(ConfigError, match=match):
-        run(built(**settings), PROMPT, torch.zeros(VOCAB))
+def test_ids_outside_the_vocabulary_in_transformers_processors(processor, token):
+    with pytest.raises(ConfigError, match=f"token id {token}; the target's ids are 0 .. 39"):
+        run(adapt([processor]), PROMPT, torch.zeros(VOCAB))
 
 
 class OutputPenalties(LogitsProcessor):
@@ -270,6 +271,54 @@ class OutputPenalties(LogitsProcessor):
         for token in set(output):
             scores[0, token] -= output.count(token) * self.frequency + self.presence
         return scores
+
+
+def sampler(*processors: Processor, **settings: Any) -> Sampler:
+    sampling = SamplingConfig(**settings)
+    return Sampler.of(Request(PROMPT, sampling, prompt_id=7, processors=processors), EOS)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_raw_logits_that_are_not_finite_keep_their_dtype(temperature, dtype, bad):
+    """Processors work in float32; the one to blame is the model. A ban must not hide it, nor be blamed for it."""
+    logits = torch.zeros(VOCAB, dtype=dtype)
+    logits[5] = bad
+    for settings in ({"repetition_penalty": 1.2}, {"min_tokens": 3}, {"bad_words": [[i] for i in range(VOCAB)]}):
+        name = str(dtype).removeprefix("torch.")
+        with pytest.raises(FloatingPointError, match=f"target's logits are not finite in {name};"):
+            sampler(temperature=temperature, **settings).choose(logits, len(PROMPT), PROMPT)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "settings, processors, done",
+    [
+        ({"bad_words": [[i] for i in range(VOCAB) if i not in EOS], "min_tokens": 3}, (), "left no token"),
+        ({}, (lambda tokens, logits: logits * math.nan,), "made a logit of nan"),
+        ({}, (lambda tokens, logits: logits + math.inf,), "made a logit of inf"),
+    ],
+)
+def test_processors_that_leave_no_token_are_to_blame(temperature, settings, processors, done):
+    with pytest.raises(ConfigError, match=f"prompt 7: .* {done} at position 4;"):
+        sampler(*processors, temperature=temperature, **settings).choose(torch.ones(VOCAB), len(PROMPT), PROMPT)
+
+
+@pytest.mark.parametrize("settings", [{"logit_bias": ((300, 1.0),)}, {"bad_words": ((4, 300),)}])
+def test_a_requests_own_ids_are_checked_before_it_runs(target, settings):
+    with pytest.raises(ConfigError, match=r"prompt 0 has logit_bias or bad_words of token id 300; ids are 0 \.\. 299"):
+        Engine(target).prepare([Request(PROMPT, SamplingConfig(**settings))])
+    with pytest.raises(ConfigError, match="token id -1"):
+        Engine(target).prepare([Request(PROMPT, SamplingConfig(bad_words=((-1,),)))])
+
+
+def test_no_token_left_ends_the_run_as_an_error(target):
+    """Through the engine, whose own words would blame the dtype."""
+    words = [[i] for i in range(target.vocab_size)]
+    request = Request([4, 5], SamplingConfig(bad_words=words), prompt_id=3)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"prompt 3: .* left no token at position 2"):
+        Engine(target, random_head(target), TreeConfig(3, 2)).generate_one(request)
 
 
 @pytest.fixture(scope="module")
