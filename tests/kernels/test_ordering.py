@@ -40,6 +40,13 @@ def test_a_nan_sorts_first_whatever_its_sign(nan):
     assert index.tolist() == [[1, 2], [0, 1]]
 
 
+@pytest.mark.parametrize("k", [1, 3, 7])
+def test_of_more_nans_than_wanted_the_lowest_are_taken(k):
+    x = torch.full((20,), float("nan"))
+    x[0], x[1:4] = INF, -float("nan")
+    assert stable_topk(x, k)[1].tolist() == list(range(1, k + 1))
+
+
 @pytest.mark.parametrize("k", [1, 4, 16, 60, 64])
 def test_rounded_values_tie_across_the_edge(k):
     """Rows with and without equals beyond the k-th, as bf16 logits give them."""
