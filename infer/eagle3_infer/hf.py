@@ -45,8 +45,14 @@ def generator(
 ) -> "Generator":
     """A callable for `model.generate(**inputs, custom_generate=...)` that drafts with `head`.
 
-    Rows of the batch are requests of their own, which leave when they end. The model is as it was before when the
-    call returns or raises. torch's global seed governs sampling, with other draws than `generate`'s own.
+    Rows of the batch are requests of their own, which leave when they end. The model's attention, mode and parameters
+    are as they were when the call returns or raises. torch's global seed governs sampling, with other draws than
+    `generate`'s own.
+
+    The engine stays on the model for the next call, with its K/V pools and feature buffer: memory for the largest
+    batch so far. It goes with this callable or the model, whichever is dropped first (`del model._eagle3` frees all).
+    A batch larger than any before makes a new engine, where `config` does not say how many slots to have; an adaptive
+    tree then measures the machine again and forgets what it has learned.
 
     Args:
         head: the folder of a head, or a loaded one on the model's device.
@@ -55,6 +61,7 @@ def generator(
         streamer: gets the prompt, then every token of the one row, then the end (a streamer given to `generate`
             itself gets the prompt only: transformers drops it too).
         tree: None = the default tree.
+        rule: how drafts are drawn and accepted; None = match. All but `threshold` draw from the model's own law.
         config: None = as many slots as there are rows.
     """
     return Generator(head, tokenizer, streamer, tree or TreeConfig(), rule, config)

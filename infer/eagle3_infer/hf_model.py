@@ -28,8 +28,9 @@ class _Kept:
         self._place: Any = None
 
     def wrap(self, model: Any) -> Target:
-        """The model's target; made anew where the model was copied, moved, cast or given another lm_head."""
-        target, place = self._target, (model.get_output_embeddings(), model.device, model.dtype)
+        """The model's target; made anew where the model was copied, moved, cast or given other embeddings."""
+        target = self._target
+        place = model.get_input_embeddings(), model.get_output_embeddings(), model.device, model.dtype
         if target is None or target.model is not model or self._place != place:
             self.engines.clear()
             target = self._target = _wrapped(model)
@@ -39,6 +40,18 @@ class _Kept:
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         # copied or pickled with its model it becomes None
         return type(None), ()
+
+
+_making = threading.Lock()
+
+
+def _kept(model: Any) -> _Kept:
+    """What lies on the model; put there by whoever comes first, as two would have two locks."""
+    with _making:
+        kept = model.__dict__.get("_eagle3")
+        if kept is None:
+            kept = model._eagle3 = _Kept()
+        return kept
 
 
 def _wrapped(model: Any) -> Target:
@@ -54,9 +67,7 @@ def _wrapped(model: Any) -> Target:
 @contextmanager
 def driven(model: Any) -> Iterator[tuple[Target, Engines]]:
     """Target and engines of the model, which meanwhile has the seam and is in eval mode; then it is as it was."""
-    if model.__dict__.get("_eagle3") is None:
-        model._eagle3 = _Kept()
-    kept: _Kept = model._eagle3
+    kept = _kept(model)
     with kept.lock:
         attention = {"": model.config._attn_implementation}
         for name in model.config.sub_configs:

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import time
 import weakref
 from collections import Counter
 from threading import Thread
@@ -29,7 +30,7 @@ from eagle3.attention import SEAM
 from eagle3.checkpoint.reference import save_head
 from eagle3.errors import ConfigError
 from eagle3.target import Target
-from eagle3_infer import generator, pure
+from eagle3_infer import generator, hf_model, pure
 from eagle3_infer.config import EngineConfig, TreeConfig
 from oracles.overfit import mapped_head, packed, train
 from oracles.tiny import greedy, tiny_folder, tiny_model
@@ -418,6 +419,65 @@ def test_a_model_that_changes_is_wrapped_anew(folder, tokenizer):
     custom = generator(folder / "head")
     plain = model.generate(**inputs, max_new_tokens=6, custom_generate=custom)
     model.double()
+    assert torch.equal(model.generate(**inputs, max_new_tokens=6, custom_generate=custom), plain)
+
+
+def test_other_input_embeddings(folder, tokenizer):
+    """They are untied from the lm_head, which alone would not tell."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32)
+    inputs = encode(tokenizer, PROMPTS[0])
+    custom = generator(folder / "head")
+
+    def target() -> Target:
+        model.generate(**inputs, max_new_tokens=6, custom_generate=custom)
+        return model._eagle3.engines[custom][1].target
+
+    before = target()
+    assert target() is before
+    other = torch.nn.Embedding.from_pretrained(model.get_input_embeddings().weight.roll(1, 0))
+    model.set_input_embeddings(other)
+    assert target() is not before
+    plain = model.generate(**inputs, max_new_tokens=6)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=6, custom_generate=custom), plain)
+
+
+def test_two_threads_on_a_fresh_model_share_one_lock(monkeypatch):
+    """Else both would have the model's attention at once."""
+    made = []
+
+    class Slow(hf_model._Kept):
+        def __init__(self):
+            time.sleep(0.1)
+            super().__init__()
+            made.append(self)
+
+    monkeypatch.setattr(hf_model, "_Kept", Slow)
+    model = tiny_model()
+
+    def run() -> None:
+        with hf_model.driven(model):
+            pass
+
+    threads = [Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert made == [model._eagle3]
+
+
+def test_memory_is_freed_by_hand(folder, tokenizer):
+    """As generator's docstring has it."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32)
+    custom = generator(folder / "head")
+    inputs = encode(tokenizer, PROMPTS[0])
+    plain = model.generate(**inputs, max_new_tokens=6, custom_generate=custom)
+    pool = weakref.ref(model._eagle3.engines[custom][1].pools[0])
+    gc.collect()
+    assert pool() is not None
+    del model._eagle3
+    gc.collect()
+    assert pool() is None
     assert torch.equal(model.generate(**inputs, max_new_tokens=6, custom_generate=custom), plain)
 
 
