@@ -271,19 +271,32 @@ def _refusal(model) -> str | None:
     if odd:
         return f"layer types {sorted(odd)} are not supported; allowed are {sorted(ALLOWED_LAYERS)}"
     if model._is_stateful:
-        kind = f"state-space, linear-attention or hybrid layers of model type {model.config.model_type!r}"
-        return f"it carries recurrent state ({kind}); only attention layers are supported"
+        return f"it carries recurrent state (its layers hold {_layer_parts(model)}); only attention is supported"
     if not model._can_set_attn_implementation():
-        own = "attention classes of its own" + (" with ALiBi position biases" if _has_alibi(model) else "")
+        own = "attention classes of its own" + (" with ALiBi position biases" if _has_alibi(model.config) else "")
         return f"it brings {own}, which ignore transformers' AttentionInterface"
     if model.get_output_embeddings() is None:
         return "it has no lm_head: not a causal LM"
     return None
 
 
-def _has_alibi(model) -> bool:
-    builds = any("alibi" in name for name in dir(model.base_model))
-    return bool(model.config.to_dict().get("alibi", builds))
+def _layer_parts(model) -> str:
+    """Class names of what the layers are made of, norms apart: they tell which kind of layer it is."""
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    lists = (m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count)
+    parts = {type(part).__name__ for layers in lists for layer in layers for part in layer.children()}
+    return ", ".join(sorted(name for name in parts if not name.endswith("Norm")))
+
+
+def _has_alibi(config) -> bool:
+    match config.model_type:
+        case "bloom":
+            return True
+        case "falcon":
+            return config.alibi
+        case "mpt":
+            return config.attn_config.alibi
+    return False
 
 
 def _decoder_layers(model, count: int) -> nn.ModuleList:

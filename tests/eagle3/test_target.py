@@ -246,7 +246,7 @@ class TestRefusals:
                     mamba_d_head=16,
                     mamba_d_state=16,
                 ),
-                "recurrent state .*hybrid layers of model type 'falcon_h1'",
+                "recurrent state .*FalconH1Attention, FalconH1MLP, FalconH1Mixer",
             ),
             (
                 make(
@@ -260,14 +260,23 @@ class TestRefusals:
                     attn_layer_offset=1,
                     use_mamba_kernels=False,
                 ),
-                "recurrent state .*model type 'jamba'",
+                "recurrent state .*JambaMambaMixer",
             ),
-            (make("MambaForCausalLM", "MambaConfig", state_size=8), r"recurrent state \(state-space.* 'mamba'"),
+            (make("MambaForCausalLM", "MambaConfig", state_size=8), r"recurrent state \(its layers hold MambaMixer\)"),
+            (
+                make("RecurrentGemmaForCausalLM", "RecurrentGemmaConfig", num_key_value_heads=1, head_dim=16),
+                "recurrent state .*RecurrentGemmaRecurrentBlock",
+            ),
+            (make("RwkvForCausalLM", "RwkvConfig", attention_hidden_size=64), "recurrent state .*RwkvSelfAttention"),
             (make("Lfm2ForCausalLM", "Lfm2Config", full_attn_idxs=[1, 3]), r"layer types \['conv'\]"),
             (make("BloomForCausalLM", "BloomConfig", n_layer=2, n_head=4), "of its own with ALiBi"),
             (make("FalconForCausalLM", "FalconConfig", alibi=True), "of its own with ALiBi"),
             (make("FalconForCausalLM", "FalconConfig", alibi=False), "of its own, which ignore"),
             (make("MptForCausalLM", "MptConfig", d_model=64, n_heads=4, n_layers=2), "of its own with ALiBi"),
+            (
+                make("MptForCausalLM", "MptConfig", d_model=64, n_heads=4, n_layers=2, attn_config={"alibi": False}),
+                "of its own, which ignore",
+            ),
             (
                 make("GPTJForCausalLM", "GPTJConfig", n_embd=64, n_layer=2, n_head=4, rotary_dim=8),
                 "attention classes of its own, which ignore transformers' AttentionInterface",
@@ -286,8 +295,8 @@ class TestRefusals:
             (make("DogeForCausalLM", "DogeConfig"), "own mask: True"),
         ],
         ids=[
-            *("qwen3_next", "llama4", "falcon_h1", "jamba", "mamba", "lfm2", "bloom", "falcon alibi", "falcon", "mpt"),
-            *("gptj", "phimoe", "diffllama", "doge"),
+            *("qwen3_next", "llama4", "falcon_h1", "jamba", "mamba", "recurrent_gemma", "rwkv", "lfm2", "bloom"),
+            *("falcon alibi", "falcon", "mpt alibi", "mpt", "gptj", "phimoe", "diffllama", "doge"),
         ],
     )
     def test_kind_is_named(self, model, kind):
