@@ -15,15 +15,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from eagle3.checkpoint.reference import save_head
-from eagle3.errors import ConfigError
 from eagle3.target import Target
 from eagle3_infer import bench as bench_module
 from eagle3_infer import explain as explain_module
 from eagle3_infer import replay as replay_module
-from eagle3_infer.cli import main, parse_settings
-from eagle3_infer.config import SamplingConfig, TreeConfig
+from eagle3_infer.cli import main
 from eagle3_infer.models import random_head
-from eagle3_infer.settings import RunSettings
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}\n{% endfor %}"
@@ -164,61 +161,12 @@ def test_plain_only_needs_no_head(target_folder, prompts_file, capsys):
     assert "head     none" in out and "nothing to compare" in out
 
 
-@pytest.mark.parametrize(
-    "flags, named",
-    [
-        (["--top-p", "0.9", "--seed", "4"], ["--top-p", "--seed"]),
-        (["--temperature", "0.5", "--top-p", "0.9", "--seed", "4", "--rule", "rejection"], []),
-        (["--min-p", "0.1", "--rule", "match,rejection"], ["--min-p", "--rule"]),
-        (["--draft-noise", "shared"], ["--draft-noise"]),
-        (["--rule", "threshold", "--threshold", "0.5"], []),
-        (["--threshold", "0.5"], ["--threshold"]),
-        (["--temperature", "1", "--mode", "plain", "--rule", "rejection"], ["--rule"]),
-        (["--mode", "plain", "--draft", "random", "--chain-depth", "2"], ["--draft", "--chain-depth"]),
-        ([], []),
-        (["--mode", "plain,auto", "--tree-level-weight", "2"], ["--tree-level-weight"]),
-        (["--mode", "tree", "--tree-nodes", "auto", "--tree-level-weight", "2"], ["--tree-level-weight"]),
-        (["--mode", "tree,auto", "--tree-level-weight", "2"], ["--tree-level-weight"]),
-        (["--mode", "chain", "--tree-level-weight", "2"], ["--tree-level-weight"]),
-        (["--mode", "tree", "--tree-level-weight", "2", "--tree-top-k", "7"], []),
-        (["--mode", "plain,chain", "--tree-top-k", "7", "--tree-nodes", "7"], ["--tree-top-k", "--tree-nodes"]),
-        (["--mode", "plain,auto", "--tree-depth", "2", "--tree-top-k", "7"], []),
-        (["--mode", "chain", "--tree-depth", "2"], []),
-        (["--mode", "chain", "--tree-depth", "2", "--chain-depth", "3"], ["--tree-depth"]),
-        (["--mode", "plain", "--tree-depth", "2"], ["--tree-depth"]),
-    ],
-)
-def test_flags_that_change_nothing_are_named(flags, named):
-    assert [text.split()[0] for text in parse_settings(flags).unused()] == named
-
-
 def test_unused_flags_are_said_once(target_folder, prompts_file, tmp_path, capsys):
     path = tmp_path / "report.json"
     argv = ["--target", str(target_folder), "--prompts", str(prompts_file), "--mode", "plain", "--no-hf"]
     assert main([*argv, "--max-new-tokens", "12", "--draft", "random", "--json", str(path)]) == 0
     assert capsys.readouterr().out.count("note: --draft changes nothing") == 1
     assert json.loads(path.read_text())["run"]["notes"] == ["--draft changes nothing: no mode drafts"]
-
-
-@pytest.mark.parametrize(
-    "flags, named",
-    [
-        (["--mode", "auto", "--temperature", "1"], None),
-        (["--mode", "tree", "--temperature", "1", "--rule", "rejection"], None),
-        (["--mode", "auto", "--rule", "target_only"], None),
-        (["--mode", "auto", "--temperature", "1", "--rule", "match,target_only"], "auto[target_only]"),
-        (
-            ["--mode", "tree", "--tree-nodes", "8,auto", "--temperature", "1", "--rule", "rejection,target_only"],
-            "auto[rejection], auto[target_only]",
-        ),
-        # greedy requests too obey the threshold
-        (["--mode", "auto", "--rule", "threshold"], "auto[threshold]"),
-    ],
-)
-def test_tokens_that_hang_on_the_machines_speed_are_noted(flags, named):
-    """Under a rule that is not pathwise the tree has a say in which tokens are drawn, and the clock in the tree."""
-    notes = [text for text in parse_settings(flags).notes() if "seed" in text]
-    assert [text.partition(" draw")[0] for text in notes] == ([] if named is None else [named])
 
 
 def test_the_run_says_that_its_seed_does_not_fix_its_tokens(base, tmp_path, capsys):
@@ -253,52 +201,6 @@ def test_no_template_is_said_once(tmp_path, prompts_file, capsys):
     assert main(["--target", str(folder), "--draft", "random", "--prompts", str(prompts_file), *FAST]) == 0
     out = capsys.readouterr().out
     assert "  | Hello\n" in out and out.count("has no chat template") == 1
-
-
-def keys(*flags):
-    return [plan.key for plan in parse_settings(["--temperature", "1", *flags]).plans()]
-
-
-@pytest.mark.parametrize(
-    "flags, expected",
-    [
-        ([], ["plain", "chain", "tree"]),
-        (["--mode", "plain,auto"], ["plain", "auto"]),
-        (["--mode", "tree", "--tree-nodes", "auto"], ["auto"]),
-        (["--mode", "tree", "--tree-nodes", "8,auto,16"], ["tree", "tree[d4k4n16]", "auto"]),
-        (["--mode", "tree,auto", "--tree-nodes", "auto", "--verify"], ["plain", "auto"]),
-        (["--mode", "plain", "--tree-nodes", "auto"], ["plain"]),
-        (["--mode", "tree", "--tree-level-weight", "1,0.5"], ["tree", "tree[d4k4n16w0.5]"]),
-        (["--rule", "rejection"], ["plain", "chain[rejection]", "tree[rejection]"]),
-        (["--mode", "tree", "--draft-noise", "none,shared"], ["tree", "tree[shared]"]),
-        (
-            ["--mode", "tree", "--tree-nodes", "8,16", "--rule", "match,target_only", "--draft-noise", "shared"],
-            ["tree[shared]", "tree[target_only]", "tree[d4k4n16,shared]", "tree[d4k4n16,target_only]"],
-        ),
-        # the default is TreeConfig's, top_k * depth: given twice it is one tree
-        (["--mode", "tree", "--tree-depth", "2,3", "--tree-top-k", "2"], ["tree", "tree[d3k2n6]"]),
-        (["--mode", "tree", "--tree-nodes", "16,16"], ["tree"]),
-    ],
-)
-def test_keys_of_the_modes(flags, expected):
-    assert keys(*flags) == expected
-
-
-def test_an_adaptive_tree_may_be_as_large_as_the_largest():
-    flags = ["--mode", "auto", "--tree-depth", "2,5", "--tree-top-k", "3,2", "--tree-nodes", "8,auto,12"]
-    assert parse_settings(flags).adaptive_tree == TreeConfig(depth=5, top_k=3, nodes=12, adaptive=True)
-    assert parse_settings(["--mode", "auto"]).adaptive_tree == TreeConfig(adaptive=True)
-
-
-def test_sampling_flags_reach_the_requests():
-    flags = [
-        "--temperature", "0.5", "--min-p", "0.1", "--repetition-penalty", "1.2", "--presence-penalty", "0.3",
-        "--frequency-penalty", "-0.1", "--logit-bias", "5=1.5", "--logit-bias", "7=-2", "--min-tokens", "3",
-    ]  # fmt: skip
-    assert parse_settings(flags).sampling == SamplingConfig(
-        temperature=0.5, min_p=0.1, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=-0.1,
-        logit_bias=((5, 1.5), (7, -2.0)), min_tokens=3,
-    )  # fmt: skip
 
 
 PENALTIES = (
@@ -646,15 +548,6 @@ def test_checkpoint_without_fc(base, tmp_path, head_folder, capsys):
 def test_shipped_head_is_for_its_own_target(base, capsys):
     argv = [flag for flag in base if flag not in ("--draft", "random")]
     assert "--draft" in failing(capsys, *argv)
-
-
-def test_unwritable_report_is_known_before_the_run(tmp_path):
-    with pytest.raises(ConfigError, match="does not exist"):
-        parse_settings(["--json", str(tmp_path / "none" / "report.json")])
-
-
-def test_defaults_live_in_the_settings():
-    assert parse_settings([]) == RunSettings()
 
 
 def test_help_is_quick_and_imports_nothing_heavy():
