@@ -1,20 +1,22 @@
 """Adaptive trees: each round takes the depth and nodes that promise most tokens per second, or does not draft at all.
 
-Knows scores, counts and seconds, nothing of models or slots' contents. Decisions change the speed, never the tokens.
+Knows scores, counts and seconds, nothing of models or slots' contents. Under the match rule its decisions change the
+speed and no token. Other rules draw by the tree: there tokens depend on the seconds that were measured, and a seed does
+not repeat a run. Target-only and rejection keep the target's law all the same; threshold keeps nothing.
 """
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from eagle3_infer.calibration import Calibration
+from eagle3_infer.calibration import Calibration, EdgeKind
 from eagle3_infer.config import TreeConfig
 from eagle3_infer.costs import CostModel, row_tiers
-from eagle3_infer.gate import Gate
+from eagle3_infer.gate import Credit, Gate
 
 # how fast the mean acceptance of a level's children follows, where drafted and where not
 _FOLLOW, _FADE = 1 / 16, 1 / 128
@@ -22,92 +24,141 @@ _FOLLOW, _FADE = 1 / 16, 1 / 128
 
 @dataclass
 class _Round:
-    """One draft and its verification, which comes a step later."""
+    """One draft and its verification, which comes a step later.
+
+    Args:
+        useful: draft levels that are of use to each slot [B].
+        pending: rows that the head had not read, those of prompts included.
+        p: probabilities of acceptance of all candidates so far [B, C]; 0 where a slot has no use for the level.
+        widths: candidates of each level.
+        broken: slots whose scores are not numbers [B].
+    """
 
     useful: np.ndarray
     drafted: bool
-    catch_up: int
-    levels: int = 0
+    pending: int
+    p: np.ndarray = field(init=False)
+    broken: np.ndarray = field(init=False)
+    widths: list[int] = field(default_factory=list)
     rows: int = 0
     # draft nodes that should be accepted, of all slots
     promised: float = 0.0
     draft_seconds: float = 0.0
 
+    def __post_init__(self):
+        self.p, self.broken = np.empty((self.slots, 0), np.float32), np.zeros(self.slots, bool)
+
     @property
     def slots(self) -> int:
         return len(self.useful)
+
+    @property
+    def left(self) -> int:
+        """Rows that the head could have read to some use, but for the choice of a plain round."""
+        return 0 if self.drafted or self.useful.max() < 1 else self.pending
+
+    def see(self, scores: Sequence[Tensor]) -> np.ndarray:
+        """`p` with the levels that are new in `scores`; a level is copied from the device once."""
+        for level in scores[len(self.widths) :]:
+            p = np.where((self.useful > len(self.widths))[:, None], level.exp().cpu().numpy(), 0)
+            self.broken |= np.isnan(p).any(1)
+            # the tree's builder tells: until then such a child is as good as any
+            self.p = np.concatenate([self.p, np.nan_to_num(p, nan=1.0)], 1)
+            self.widths.append(level.shape[1])
+        return self.p
 
 
 class Controller:
     """Sizes the trees of an engine's rounds.
 
     In a step of the engine: `walked` for each slot that was verified; `speculate` before the head's first step and,
-    where it says so, `weigh` in every level's expansion, `deepen` before each further level, `pick` before the tree is
-    built; `finished` at the end.
+    where it says so, `weigh` in every level's expansion, `deepen` before each further level that is of use, `pick`
+    before the tree is built; `finished` at the end.
 
     Args:
         tree: its depth and nodes are the most.
         cost: as measured at start.
-        max_rows: rows that one forward may have in all; None = no bound but the tree's.
+    Attributes:
+        max_rows: rows that one forward may have in all; None = no bound but the tree's. To be set anew whenever free
+            memory has changed; holds from the next `deepen` or `pick`.
     """
 
-    def __init__(
-        self, tree: TreeConfig, cost: CostModel, calibration: Calibration | None = None, max_rows: int | None = None
-    ):
+    def __init__(self, tree: TreeConfig, cost: CostModel, max_rows: int | None = None):
         self.tree, self.cost, self.max_rows = tree, cost, max_rows
-        self.calibration = calibration or Calibration()
-        # by slots.bit_length(): what pays for one request need not pay for eight
+        self.calibrations = {kind: Calibration() for kind in EdgeKind}
+        # by slots.bit_length(): what pays for one request need not pay for eight; what may be lost is lost once
         self.gates: dict[int, Gate] = {}
+        self.credit = Credit()
         # mean acceptance of a level's children by rank; level 1 first
         self._children: list[np.ndarray] = []
         self._drafted: _Round | None = None
         self._verified: _Round | None = None
 
-    def walked(self, parents: Sequence[int], edges: Sequence[float], path: Sequence[int]) -> None:
+    def walked(
+        self,
+        parents: Sequence[int],
+        edges: Sequence[float],
+        path: Sequence[int],
+        kind: EdgeKind = EdgeKind.LOG_Q,
+    ) -> None:
         """Learn from one slot's verified tree.
 
         Args:
             parents: row of the parent of each row in use, root first.
-            edges: raw edge scores of these rows.
+            edges: raw edge scores of these rows, all of one kind.
             path: accepted rows, root first.
         """
         for level, row in enumerate(path, start=1):
             children = [child for child in range(1, len(parents)) if parents[child] == row]
             if children:
                 accepted = children.index(path[level]) if level < len(path) else -1
-                self.calibration.observe(level, [edges[child] for child in children], accepted)
+                self.calibrations[kind].observe(level, [edges[child] for child in children], accepted)
 
     def speculate(self, useful: Sequence[int], pending: int) -> bool:
         """Whether this step drafts; if not, the roots stay bare and the head's inputs are kept for later.
 
         Args:
             useful: draft levels that are of use to each sequence that goes on, one or more.
-            pending: rows that the head would have to catch up on, those just committed included.
+            pending: rows that the head would have to read, those just committed and whole prompts included.
         """
-        slots = len(useful)
-        catch_up = self.cost.first(pending) - self.cost.first(slots)
-        drafted = max(useful) > 0 and self._gate(slots).decide(max(0.0, catch_up) / self.cost.plain(slots))
-        self._drafted = _Round(np.array(useful), drafted, pending, rows=slots)
-        return drafted
+        now = _Round(np.array(useful), False, pending, rows=len(useful))
+        plain, own, seconds = self.cost.plain(now.slots), self._own_rows(now), self.cost.first
+        # prompts that joined since are no way back: drafting at all reads them
+        left = 0 if self._verified is None else self._verified.left
+        catch_up = max(0.0, seconds(pending) - seconds(max(own, pending - left)))
+        now.drafted = max(useful) > 0 and self._gate(now.slots).decide(catch_up / plain, joining=pending > own)
+        self._drafted = now
+        return now.drafted
 
-    def weigh(self, edges: Tensor, level: int) -> Tensor:
-        """What raw edge scores of children at `level` (1 = below the root) add to their path scores."""
-        return self.calibration.log_acceptance(edges, level)
+    def weigh(self, edges: Tensor, level: int, kinds: Sequence[EdgeKind] | None = None) -> Tensor:
+        """What raw edge scores of children add to their path scores.
+
+        Args:
+            edges: [B, ...].
+            level: of the children, 1 below the root.
+            kinds: of each slot's scores [B]; None = all LOG_Q.
+        """
+        present = {EdgeKind.LOG_Q} if kinds is None else set(kinds)
+        if len(present) == 1:
+            return self.calibrations[present.pop()].log_acceptance(edges, level)
+        weighed = torch.empty_like(edges)
+        for kind in present:
+            slots = torch.tensor([slot for slot, its in enumerate(kinds or ()) if its == kind], device=edges.device)
+            weighed[slots] = self.calibrations[kind].log_acceptance(edges[slots], level)
+        return weighed
 
     def deepen(self, scores: Sequence[Tensor]) -> bool:
-        """Whether to draft one more level.
+        """Whether one more level, which the tree's depth and some slot's use allow, promises to pay.
 
         Args:
             scores: path scores of each level's candidates so far [B, C].
         """
         level, now = len(scores), self._drafting
-        if level >= min(self.tree.depth, now.useful.max()):
-            return False
+        p = now.see(scores)
         if level >= len(self._children):
             return True
-        p = self._probabilities(scores)
         # the frontier is the best of the last level; its children are the best guess there is
-        frontier = -np.sort(-p[:, p.shape[1] - scores[-1].shape[1] :], axis=1)[:, : self.tree.top_k]
+        frontier = -np.sort(-p[:, p.shape[1] - now.widths[-1] :], axis=1)[:, : self.tree.top_k]
         frontier = frontier * (now.useful > level)[:, None]
         deeper = np.concatenate([p, (frontier[..., None] * self._children[level]).reshape(now.slots, -1)], 1)
         price = self._price()
@@ -118,14 +169,15 @@ class Controller:
         """Draft nodes of each slot [B] int64: the best of all slots together, as many as pay.
 
         Args:
-            scores: path scores of each drafted level's candidates [B, C], one level or more.
-        Raises:
-            FloatingPointError: scores that are not numbers.
+            scores: path scores of each drafted level's candidates [B, C], one level or more. A slot where some are not
+                numbers gets a node or more, so that who builds the tree sees them.
         """
-        p, now = self._probabilities(scores), self._drafting
+        now = self._drafting
+        p = now.see(scores)
         _, now.promised, limit = self._best(p, self._price())
-        now.levels, now.rows = len(scores), now.slots + int(limit.sum())
-        self._follow(p, [level.shape[1] for level in scores])
+        limit = np.maximum(limit, now.broken)
+        now.rows = now.slots + int(limit.sum())
+        self._follow(p, now.widths)
         return torch.from_numpy(limit).to(scores[0].device)
 
     def finished(self, tokens: int, verify: float, draft: float, rest: float, prompts: bool = False) -> None:
@@ -141,7 +193,8 @@ class Controller:
             self._verified.draft_seconds = self._draft_seconds(self._verified, None if prompts else draft)
         if done is not None and tokens > 0:
             self._book(done, tokens, *((None, None) if prompts else (verify, rest)))
-        self.calibration.forget()
+        for calibration in self.calibrations.values():
+            calibration.forget()
 
     @property
     def _drafting(self) -> _Round:
@@ -152,24 +205,13 @@ class Controller:
         size = slots.bit_length()
         if size not in self.gates:
             near = min(self.gates, key=lambda other: abs(other - size), default=None)
-            self.gates[size] = Gate() if near is None else copy(self.gates[near])
+            self.gates[size] = Gate(self.credit) if near is None else copy(self.gates[near])
         return self.gates[size]
 
     def _price(self) -> float:
         """Tokens that a second is worth: what rounds give of late, at least what plain ones give."""
         slots = self._drafting.slots
         return max(1.0, self._gate(slots).gain) * slots / self.cost.plain(slots)
-
-    def _probabilities(self, scores: Sequence[Tensor]) -> np.ndarray:
-        """Of acceptance, of all candidates [B, C]; 0 where a slot has no use for the level."""
-        p = torch.cat(list(scores), 1).exp().cpu().numpy()
-        if np.isnan(p).any():
-            raise FloatingPointError("the head's scores are not finite; try bfloat16 or float32")
-        useful = self._drafting.useful
-        if useful.min() < len(scores):
-            levels = np.repeat(np.arange(1, len(scores) + 1), [level.shape[1] for level in scores])
-            p = p * (levels <= useful[:, None])
-        return p
 
     def _best(self, p: np.ndarray, price: float) -> tuple[float, float, np.ndarray]:
         """Value of the best tier (tokens less priced seconds of verification), its accepted nodes, its limits [B]."""
@@ -204,12 +246,16 @@ class Controller:
             self._children.append(children)
         self._children[level] = self._children[level] + rate * (children - self._children[level])
 
+    def _own_rows(self, of: _Round) -> int:
+        """Rows that the head's first step reads for the round itself."""
+        return min(of.pending, of.slots * (self.tree.depth + 1))
+
     def _draft_seconds(self, new: _Round, measured: float | None) -> float:
-        """Without the catching up beyond what a round commits, which is paid for apart."""
-        frontier = new.slots * self.tree.top_k
+        """Without what is no round's own: prompts, which are prefill, and catching up, which was paid for."""
+        frontier, levels = new.slots * self.tree.top_k, len(new.widths)
         if measured is not None:
-            self.cost.observe_draft(new.catch_up, frontier, new.levels, measured)
-        return self.cost.draft(min(new.catch_up, new.slots * (self.tree.depth + 1)), frontier, new.levels)
+            self.cost.observe_draft(new.pending, frontier, levels, measured)
+        return self.cost.draft(self._own_rows(new), frontier, levels)
 
     def _book(self, done: _Round, tokens: int, verify: float | None, rest: float | None) -> None:
         if verify is not None and rest is not None:

@@ -3,6 +3,7 @@
 import bisect
 import math
 from collections.abc import Sequence
+from enum import Enum
 from itertools import pairwise
 
 import numpy as np
@@ -20,8 +21,16 @@ _GROUP_PRIOR, _BIN_PRIOR = 2.0, 6.0
 _TILT = 0.02
 
 
+class EdgeKind(Enum):
+    """What an edge score is: the same number says something else in each kind, so each has its own calibration."""
+
+    LOG_Q = "log-probability of a deterministic draft"
+    SHARED = "log-probability to win the target's own draw"
+    RANK = "constant by rank of a sampled draft"
+
+
 class Calibration:
-    """Log-probability that an offered child is accepted, by level group and raw edge score.
+    """Log-probability that an offered child is accepted, by level group and raw edge score of one kind.
 
     Each bin holds the ratio of accepted children to those that their scores promised; ratios shrink to their group's,
     a group's to that of the level above, level 1's to 1 (the score itself). Between bin centres the table is linear
@@ -86,7 +95,7 @@ class Calibration:
             ratio = (accepted.sum() + _GROUP_PRIOR * ratio) / (promised.sum() + _GROUP_PRIOR)
             ratios = (accepted + _BIN_PRIOR * ratio) / (promised + _BIN_PRIOR)
             raw = np.minimum(CENTRES + np.log(ratios), 0)
-            values.append((1 - _TILT) * _rising(raw, promised + _BIN_PRIOR) + _TILT * np.array(CENTRES))
+            values.append((1 - _TILT) * rising(raw, promised + _BIN_PRIOR) + _TILT * np.array(CENTRES))
         return np.array(values)
 
 
@@ -94,7 +103,7 @@ def _group(level: int) -> int:
     return min(level, GROUPS) - 1
 
 
-def _rising(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
+def rising(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """The nearest rising sequence in weighted squares: falling neighbours are pooled."""
     pools: list[tuple[float, float, int]] = []
     for value, weight in zip(values.tolist(), weights.tolist(), strict=True):

@@ -57,7 +57,9 @@ class TreeConfig:
         nodes: draft nodes verified per round, root excluded, at most LARGEST; None = top_k * depth.
         level_weight: the score policy. The edge score of level l counts level_weight^(l-1) times: above 1 favours
             width, below 1 depth; 1 ranks nodes by the plain product of their path's probabilities.
-        adaptive: depth and nodes are the most; each round takes what promises most tokens per second.
+        adaptive: depth and nodes are the most; each round takes what promises most tokens per second. Trees then depend
+            on measured seconds: under the match rule that changes no token; under others a seed repeats no run (see
+            RuleConfig.pathwise), though target_only and rejection keep the target's law.
     """
 
     depth: int = 4

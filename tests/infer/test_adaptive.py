@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle3_infer.adaptive import Controller
+from eagle3_infer.calibration import EdgeKind
 from eagle3_infer.config import TreeConfig
 from eagle3_infer.costs import CostModel, row_tiers
+from eagle3_infer.gate import CREDIT, INTEREST, Gate
 
 VERIFY = {1: 22.5e-3, 8: 28e-3, 16: 31e-3, 32: 40e-3}
 
@@ -24,6 +26,11 @@ def drafting(useful=(100,), **settings) -> Controller:
     made = controller(**settings)
     assert made.speculate(useful, pending=len(useful))
     return made
+
+
+def reading() -> Controller:
+    """One whose head takes 0.06 ms per row that it reads."""
+    return Controller(TreeConfig(adaptive=True), CostModel(VERIFY, {1: 2e-3, 64: 6e-3}, {4: 1.6e-3}))
 
 
 def log(*rows: list[float]) -> torch.Tensor:
@@ -71,9 +78,24 @@ def test_padding_is_no_candidate():
     assert limits(drafting(verify={1: 1.0, 99: 1.001}), log([0.5, 0.1, 0.0, 0.0])) == [2]
 
 
-def test_scores_that_are_not_numbers_are_an_error():
-    with pytest.raises(FloatingPointError, match="not finite"):
-        drafting().pick([torch.tensor([[-1.0, math.nan]])])
+@pytest.mark.parametrize("max_rows", [None, 1])
+def test_scores_that_are_not_numbers_reach_the_tree(max_rows):
+    """Who builds it knows the dtype and raises: such a slot gets a node even where nothing else pays or fits."""
+    first = torch.tensor([[-9.0, -9.0], [-9.0, math.nan], [-9.0, -9.0]])
+    second = torch.tensor([[-20.0] * 4, [-9.0, math.nan] * 2, [-20.0, -20.0, math.nan, -20.0]])
+    made = drafting((9, 9, 1), top_k=2, max_rows=max_rows)
+    made.deepen([first])
+    # the third slot has no use for its second level, so nobody will see it
+    limit = limits(made, first, second)
+    assert limit[0] == 0 and limit[1] >= 1 and limit[2] == 0
+
+
+def test_the_bound_of_memory_may_change():
+    made = controller(verify={1: 1.0, 99: 1.001})
+    for most, nodes in ((None, 4), (3, 2), (1, 0), (4, 3)):
+        made.max_rows = most
+        made.speculate([9], pending=1)
+        assert limits(made, log([0.9] * 4)) == [nodes]
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
@@ -98,18 +120,26 @@ def test_pick_is_the_best_of_all_tiers(slots, nodes, seed):
 # deepen
 
 
-def test_depth_ends_where_the_tree_or_its_use_does():
-    sure = [log([0.99, 0.001]), log([0.98, 0.001, 0.0, 0.0])]
-    assert not drafting(depth=2, top_k=2).deepen(sure)
-    assert not drafting(useful=(2,), depth=4, top_k=2).deepen(sure)
-    assert drafting(useful=(3,), depth=4, top_k=2).deepen(sure)
+def test_what_was_never_drafted_is_tried():
+    assert drafting(top_k=2).deepen([log([0.99, 0.001])])
 
 
 def seen(second: float, **settings) -> Controller:
     """A controller that has seen second levels whose best child is accepted with this probability."""
     made = drafting(top_k=2, **settings)
     made.pick([log([0.9, 0.05]), log([0.9 * second, 0.01, 0.05 * second, 0.0])])
+    made.speculate([100], pending=1)
     return made
+
+
+def test_a_level_is_copied_to_the_host_once():
+    """What `deepen` has seen is not looked at again by the next one or by `pick`."""
+    first, second = log([0.9, 0.05]), log([0.7, 0.01, 0.04, 0.0])
+    fresh, again = seen(0.8), seen(0.8)
+    expected = limits(fresh, first, second)
+    again.deepen([first])
+    again.deepen([torch.zeros(0), second])
+    assert limits(again, torch.zeros(0), torch.zeros(0)) == expected
 
 
 def test_deepens_where_more_is_promised_than_it_costs():
@@ -126,7 +156,9 @@ def test_a_level_that_is_not_drafted_is_thought_of_like_the_one_above():
     rounds = 0
     while not made.deepen([log([0.9, 0.05])]):
         made.pick([log([0.9, 0.05])])
+        made.speculate([100], pending=1)
         rounds += 1
+        assert rounds < 1000
     assert 3 < rounds < 100
 
 
@@ -136,11 +168,36 @@ def test_a_level_that_is_not_drafted_is_thought_of_like_the_one_above():
 def test_walks_teach_the_children_of_visited_nodes():
     """Root with children 1, 2; 2 with child 3; 1 with child 4. The walk takes 2 and 3, and sees nothing of 4."""
     made, told = controller(), []
-    made.calibration.observe = lambda *what: told.append(what)  # type: ignore[method-assign]
+    made.calibrations[EdgeKind.LOG_Q].observe = lambda *what: told.append(what)  # type: ignore[method-assign]
     made.walked([-1, 0, 0, 2, 1], [0.0, -0.1, -0.2, -0.3, -0.4], [0, 2, 3])
     made.walked([-1, 0, 0], [0.0, -0.1, -0.2], [0])
     made.walked([-1], [0.0], [0])
     assert told == [(1, [-0.1, -0.2], 1), (2, [-0.3], 0), (1, [-0.1, -0.2], -1)]
+
+
+def test_kinds_of_edge_scores_are_learned_apart():
+    """A mixed batch: greedy slots whose drafts fail, sampled ones whose drafts hold; each is weighed as its own."""
+    made = controller()
+    for _ in range(50):
+        made.walked([-1, 0], [0.0, -0.5], [0], EdgeKind.LOG_Q)
+        made.walked([-1, 0], [0.0, -0.5], [0, 1], EdgeKind.RANK)
+    edges = torch.full((3, 1, 2), -0.5)
+    kinds = [EdgeKind.RANK, EdgeKind.LOG_Q, EdgeKind.SHARED]
+    sampled, greedy, shared = made.weigh(edges, 1, kinds).exp()[:, 0, 0].tolist()
+    assert greedy < 0.2 and sampled > 0.8
+    assert shared == pytest.approx(math.exp(-0.5))
+    for kind, alone in zip(kinds, (sampled, greedy, shared), strict=True):
+        assert made.weigh(edges, 1, [kind] * 3).exp().flatten().tolist() == pytest.approx([alone] * 6)
+    torch.testing.assert_close(made.weigh(edges, 1), made.weigh(edges, 1, [EdgeKind.LOG_Q] * 3))
+
+
+def test_every_kind_is_forgotten_with_time():
+    made = controller()
+    made.walked([-1, 0], [0.0, -0.5], [0], EdgeKind.SHARED)
+    for _ in range(1500):
+        made.finished(1, 1.0, 0.0, 0.0)
+    edges = torch.tensor([[-0.5]])
+    torch.testing.assert_close(made.weigh(edges, 1, [EdgeKind.SHARED]), edges, atol=1e-4, rtol=0)
 
 
 def play(made: Controller, rounds: int, accepted: int = 1, verify: float | None = None, prompts: bool = False):
@@ -182,9 +239,45 @@ def test_each_size_of_batch_has_its_own_gate():
     made = controller(top_k=1, first=8e-3)
     play(made, 100, accepted=0)
     assert not made.speculate([9] * 8, pending=8)
-    made.gates[(8).bit_length()].drafting = True
+    made.gates[(8).bit_length()].drafting, made.credit.rounds = True, 1.0
     assert made.speculate([9] * 9, pending=9)
     assert not made.speculate([9], pending=1)
+
+
+def test_what_plain_rounds_left_is_paid_whoever_reads_it():
+    """The gate of 8 is plain, that of 7 never stopped; 5000 rows cost more than there is to lose."""
+    made = reading()
+    assert made.speculate([9] * 7, pending=7)
+    made.gates[(8).bit_length()] = Gate(made.credit, drafting=False)
+    for _ in range(3):
+        made.speculate([9] * 8, pending=5000)
+        made.finished(8, 28e-3, 0.0, 0.0)
+    assert not made.speculate([9] * 7, pending=5000)
+    made.credit.rounds = 30.0
+    assert made.speculate([9] * 7, pending=5000)
+    assert made.credit.rounds == pytest.approx(30 - 11, abs=1)
+
+
+def test_prompts_are_no_way_back():
+    """The first draft reads them, also those that join after a plain round; what that round left is paid."""
+    made = reading()
+    assert made.speculate([9], pending=10**5)
+    made.finished(0, 0.0, 0.0, 0.0, prompts=True)
+    made.gates[1].drafting = False
+    assert not made.speculate([9], pending=3)
+    made.finished(1, 22.5e-3, 2e-3, 0.0)
+    made.gates[1].drafting = True
+    assert made.speculate([9], pending=10**5)
+    made.finished(1, 22.5e-3, 2e-3, 0.0)
+    assert made.credit.rounds == pytest.approx(CREDIT + 2 * INTEREST, abs=0.3)
+
+
+def test_a_round_that_nobody_had_use_for_leaves_nothing():
+    """Its sequences end; the prompt that joins is read for free."""
+    made = reading()
+    assert not made.speculate([0], pending=3000)
+    made.finished(1, 22.5e-3, 0.0, 0.0)
+    assert made.speculate([9], pending=10**5)
 
 
 def test_nobody_has_use_for_a_draft():

@@ -4,9 +4,10 @@ A made-up head drafts with the real tree ops; what its scores are worth is known
 The machine is the two-core one of the README: verify 22.5 ms for one row, 31 ms for 16. Its clock is noisy and stalls.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
 
 import numpy as np
 import pytest
@@ -23,6 +24,8 @@ from eagle3_kernels.structures import Level, Tree
 TREE = TreeConfig(depth=5, top_k=4, nodes=48, adaptive=True)
 VERIFY = {1: 22.5e-3, 8: 28e-3, 16: 31e-3, 32: 40e-3, 64: 58e-3}
 FIRST, LEVEL = {1: 2e-3, 64: 6e-3}, {1: 1.6e-3, 64: 1.9e-3}
+# of a head that is slow to catch up
+DEAR_FIRST = {1: 2e-3, 64: 26e-3}
 # of plain and of drafted rounds
 REST = 0.3e-3, 0.8e-3
 
@@ -55,12 +58,14 @@ class Head:
         for _ in range(2000):
             self.sureness.append(0.5 + 0.9 * (self.sureness[-1] - 0.5) + 0.44 * drift.normal(size=slots))
 
-    def draft(self, at: int, more: Callable[[list[Level]], bool], weigh: Callable[..., Tensor]) -> list[Level]:
+    def draft(
+        self, at: int, more: Callable[[list[Level]], bool], weigh: Callable[..., Tensor], slots: int | None = None
+    ) -> list[Level]:
         levels: list[Level] = []
-        scores = torch.zeros(self.slots, 1)
-        while not levels or more(levels):
+        scores = torch.zeros(slots or self.slots, 1)
+        while not levels or (len(levels) < TREE.depth and more(levels)):
             depth = len(levels) + 1
-            log_q = self._log_q(at, depth, scores.shape[1])
+            log_q = self._log_q(at, depth, scores.shape[1])[: len(scores)]
             levels.append(expand_level(log_q, scores, TREE.top_k, weigh=partial(weigh, level=depth)))
             scores = levels[-1].frontier_scores
         return levels
@@ -89,41 +94,57 @@ class Machine:
 
     def __init__(self, seed: int, pace: Callable[[int], float] = lambda at: 1.0, first: dict[int, float] = FIRST):
         self.true, self.random, self.pace = CostModel(VERIFY, first, LEVEL), np.random.default_rng(seed), pace
+        self.tables = VERIFY, first, LEVEL
 
     def read(self, seconds: float) -> float:
         return seconds * self.random.lognormal(0, 0.03) * (10 if self.random.random() < 0.01 else 1)
 
     def measured(self) -> CostModel:
-        tables = [dict(zip(VERIFY, self.true.verify.at(np.array(list(VERIFY))), strict=True)), FIRST, LEVEL]
-        return CostModel(*({n: s * self.random.lognormal(0, 0.03) for n, s in table.items()} for table in tables))
+        return CostModel(*({n: s * self.random.lognormal(0, 0.03) for n, s in table.items()} for table in self.tables))
 
 
-def auto(head: Head, worth: Callable[[int], Worth], rounds: int, machine: Machine) -> Run:
-    """The engine's steps: walk last step's tree, then draft the next; a tree's seconds fall in both."""
-    controller, run, pending = Controller(TREE, machine.measured()), Run(), 0
-    tree, drafted = Tree.bare(torch.zeros(head.slots, dtype=torch.int64)), False
+def auto(
+    head: Head,
+    worth: Callable[[int], Worth],
+    rounds: int,
+    machine: Machine,
+    sizes: Callable[[int], int] | None = None,
+) -> Run:
+    """The engine's steps: walk last step's tree, then draft the next; a tree's seconds fall in both.
+
+    Args:
+        sizes: slots at each round, where not all; those that join bring no prompt.
+    """
+    controller, run, pending = Controller(TREE, machine.measured()), Run(), []
+    tree, drafted = Tree.bare(torch.zeros(sizes(0) if sizes else head.slots, dtype=torch.int64)), False
     for at in range(rounds):
         emitted, expected, rows = walk(tree, worth(at - 1), controller, machine.random)
-        verify, rest = machine.true.verify(rows), REST[drafted]
-        pending, draft = pending + emitted, 0.0
-        tree = Tree.bare(torch.zeros(head.slots, dtype=torch.int64))
-        drafted = controller.speculate([10**6] * head.slots, pending)
+        verify, rest, draft = machine.true.verify(rows), REST[drafted], 0.0
+        pending = [left + new for left, new in zip_longest(pending, emitted, fillvalue=0)]
+        slots = sizes(at + 1) if sizes else head.slots
+        pending = (pending + [1] * slots)[:slots]
+        roots = torch.zeros(slots, dtype=torch.int64)
+        tree = Tree.bare(roots)
+        drafted = controller.speculate([10**6] * slots, sum(pending))
         if drafted:
-            levels = head.draft(at, lambda levels: controller.deepen([x.scores for x in levels]), controller.weigh)
-            limit = controller.pick([level.scores for level in levels])
-            tree = build_tree(torch.zeros(head.slots, dtype=torch.int64), levels, TREE.nodes, limit=limit)
-            draft, pending = machine.true.draft(pending, head.slots * TREE.top_k, len(levels)), 0
-        pace = machine.pace(at)
-        controller.finished(emitted, machine.read(verify * pace), machine.read(draft * pace), machine.read(rest * pace))
+            levels = head.draft(at, lambda drafted: controller.deepen(scores(drafted)), controller.weigh, slots)
+            tree = build_tree(roots, levels, TREE.nodes, limit=controller.pick(scores(levels)))
+            draft, pending = machine.true.draft(sum(pending), slots * TREE.top_k, len(levels)), []
+        pace, read = machine.pace(at), machine.read
+        controller.finished(sum(emitted), read(verify * pace), read(draft * pace), read(rest * pace))
         run.tokens.append(expected)
         run.seconds.append((verify + draft + rest) * pace)
         run.drafted.append(drafted)
     return run
 
 
-def walk(tree: Tree, worth: Worth, controller: Controller, random: np.random.Generator) -> tuple[int, float, int]:
-    """Tokens of a random walk of each slot, those expected, and rows verified; teaches the controller."""
-    emitted, expected, rows = 0, 0.0, 0
+def scores(levels: Sequence[Level]) -> list[Tensor]:
+    return [level.scores for level in levels]
+
+
+def walk(tree: Tree, worth: Worth, controller: Controller, random: np.random.Generator) -> tuple[list[int], float, int]:
+    """Tokens of a random walk of each slot, those expected of all, and rows verified; teaches the controller."""
+    emitted, expected, rows = [], 0.0, 0
     for slot, parents in enumerate(tree.used_parents()):
         edges = [0.0] if tree.edges is None else tree.edges[slot].tolist()
         chance = [1.0, *worth(np.exp(edges[1 : len(parents)])).tolist()]
@@ -138,7 +159,8 @@ def walk(tree: Tree, worth: Worth, controller: Controller, random: np.random.Gen
             below = below[which : which + 1]
             path += below
         controller.walked(parents, edges[: len(parents)], path)
-        emitted, expected, rows = emitted + len(path), expected + sum(reached), rows + len(parents)
+        emitted.append(len(path))
+        expected, rows = expected + sum(reached), rows + len(parents)
     return emitted, expected, rows
 
 
@@ -151,7 +173,7 @@ def best_fixed(head: Head, worth: Worth, rounds: int) -> float:
     cost, most = CostModel(VERIFY, FIRST, LEVEL), TREE.nodes
     accepted = np.zeros((TREE.depth, most + 1))
     for at in range(rounds):
-        levels = head.draft(at, lambda levels: len(levels) < TREE.depth, lambda edges, level: edges)
+        levels = head.draft(at, lambda levels: True, lambda edges, level: edges)
         for depth, gained in enumerate(by_nodes(levels, worth)):
             accepted[depth] += gained
     rates = [plain_rate(head.slots)]
@@ -200,9 +222,17 @@ def test_a_head_that_hardly_pays_costs_little(share):
 
 def test_catching_up_is_paid_for():
     """A head whose way back costs a plain round per 60 buffered tokens."""
-    machine = Machine(seed=1, first={1: 2e-3, 64: 26e-3})
-    rate = auto(Head(1), lambda at: useless, 500, machine).rate()
+    rate = auto(Head(1), lambda at: useless, 500, Machine(seed=1, first=DEAR_FIRST)).rate()
     assert rate > 0.95 * plain_rate(1)
+
+
+@pytest.mark.parametrize("first", [FIRST, DEAR_FIRST])
+@pytest.mark.parametrize("sizes", [[8, 7], [8, 7, 3, 1]])
+def test_a_batch_that_changes_size_loses_no_more(sizes, first):
+    """A useless head where each size has its own gate: neither the losses nor the ways back add up."""
+    sizes = (sizes * 301)[:301]
+    run = auto(Head(8), lambda at: useless, 300, Machine(2, first=first), sizes.__getitem__)
+    assert run.rate() > 0.95 * sum(sizes[:300]) / sum(n / plain_rate(n) for n in sizes[:300])
 
 
 def test_comes_back_when_the_head_becomes_useful():

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle3_infer.calibration import CENTRES, Calibration, _rising
+from eagle3_infer.calibration import CENTRES, Calibration, rising
 
 EDGES = torch.tensor([-200.0, -30.0, -9.0, -3.0, -1.2, -0.7, -0.3, -0.1, -0.02, -0.004, 0.0])
 
@@ -109,5 +109,5 @@ def test_siblings_keep_their_order(visits):
 
 def test_pooling_is_weighted():
     """3 then 1 fall: they meet at their weighted mean; 0 before and 5 after stay."""
-    got = _rising(np.array([0.0, 3.0, 1.0, 5.0]), np.array([1.0, 1.0, 3.0, 1.0]))
+    got = rising(np.array([0.0, 3.0, 1.0, 5.0]), np.array([1.0, 1.0, 3.0, 1.0]))
     np.testing.assert_allclose(got, [0, 1.5, 1.5, 5])

@@ -6,17 +6,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle3_infer.gate import CHECK_EVERY, CREDIT, INTEREST, LAST_WAIT, Gate
+from eagle3_infer.gate import CHECK_EVERY, CREDIT, INTEREST, LAST_WAIT, Credit, Gate
 
 
 def run(gate: Gate, rounds: int, took: float, gave: float, promised: float | None = None, row: float = 0.0):
     """Rounds on one slot; a buffered token costs `row` plain rounds to catch up on. Loss, and whether each drafted."""
     loss, pending, drafted = 0.0, 1, []
     for _ in range(rounds):
-        was = gate.drafting
-        drafted.append(gate.decide(row * pending))
+        catch_up = 0.0 if not drafted or drafted[-1] else row * pending
+        drafted.append(gate.decide(catch_up))
         if drafted[-1]:
-            loss += took - gave + (0 if was else row * pending)
+            loss += took - gave + catch_up
             gate.drafted_round(took, gave, (took, gave if promised is None else promised))
         else:
             gate.plain_round()
@@ -38,13 +38,47 @@ def test_a_useless_head_costs_a_bounded_share(took, promised, row, rounds):
 def test_no_head_costs_more(rounds):
     gate, loss = Gate(), 0.0
     for n, (took, gave, promised, catch_up) in enumerate(rounds):
-        was = gate.drafting
         if gate.decide(catch_up):
-            loss += took - gave + (0 if was else catch_up)
+            loss += took - gave + catch_up
             gate.drafted_round(took, gave, (took, promised))
         else:
             gate.plain_round()
         assert loss <= CREDIT + INTEREST * (n + 1) + 2
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 3), st.floats(1, 3), st.integers(1, 4), st.floats(1, 5), st.floats(0, 2)), max_size=150
+    )
+)
+def test_gates_that_share_a_credit_lose_no_more_together(rounds):
+    """However the batch changes, and whatever each change leaves to be read."""
+    credit, loss = Credit(), 0.0
+    gates = [Gate(credit) for _ in range(4)]
+    for n, (size, took, gave, promised, catch_up) in enumerate(rounds):
+        gate = gates[size]
+        if gate.decide(catch_up):
+            loss += took - gave + catch_up
+            gate.drafted_round(took, gave, (took, promised))
+        else:
+            gate.plain_round()
+        assert loss <= CREDIT + INTEREST * (n + 1) + 2
+
+
+def test_a_drafting_gate_pays_for_catching_up_too():
+    """What another gate's plain rounds left; where the credit does not cover it, it waits."""
+    gate = Gate()
+    assert not gate.decide(catch_up=CREDIT + 0.1)
+    assert gate.decide(catch_up=CREDIT - 0.1)
+    assert not gate.decide(catch_up=0.2)
+    assert gate.decide(catch_up=0.0)
+
+
+def test_plain_rounds_are_not_checked_while_prompts_wait_for_the_head():
+    gate = Gate(unchecked=CHECK_EVERY)
+    assert gate.decide(0.0, joining=True)
+    assert not gate.decide(0.0)
 
 
 def test_waits_double_up_to_the_last():
