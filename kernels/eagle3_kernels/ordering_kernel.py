@@ -20,6 +20,7 @@ ABOVE_ALL = tl.constexpr(2**63 - 1)
 TILE = 1024
 # a chunk is long enough for its k best to be few, and there are enough programs to fill a GPU
 LEAST_CHUNK, PROGRAMS = 2048, 1024
+ONE_WARP = 256
 # each of the k best costs a turn through its tile
 MOST_K = 64
 
@@ -110,7 +111,7 @@ def best_of_chunk_kernel(
         tl.store(ranks_ptr + (row * tl.num_programs(1) + part) * K + slot, found, mask=slot < K)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["candidates"])
 def merge_chunks_kernel(
     x_ptr,  # as above
     ranks_ptr,  # int64 [R, candidates]
@@ -145,11 +146,10 @@ def stable_topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     chunk, parts = chunks(rows, size)
     best, index = x.new_empty(rows, k), torch.empty(rows, k, dtype=torch.int64, device=x.device)
     ranks = None if parts == 1 else torch.empty(rows, parts * k, dtype=torch.int64, device=x.device)
-    room = {"K": k, "SLOTS": triton.next_power_of_2(k)}
     if rows:
-        best_of_chunk_kernel[rows, parts](x, ranks, best, index, size, stride, chunk, **room, TILE=tile_of(size))
+        best_of_chunk_kernel[rows, parts](x, ranks, best, index, size, stride, chunk, **room(size, k))
     if rows and ranks is not None:
-        merge_chunks_kernel[rows,](x, ranks, best, index, parts * k, stride, **room, TILE=tile_of(parts * k))
+        merge_chunks_kernel[rows,](x, ranks, best, index, parts * k, stride, **room(parts * k, k))
     return best.view(*shape, k), index.view(*shape, k)
 
 
@@ -164,32 +164,34 @@ def _ceil(size: int, part: int) -> int:
     return -(-size // part)
 
 
-def tile_of(size: int) -> int:
-    """Elements that a program takes at once from a row of `size`."""
-    return min(TILE, max(128, 1 << (size - 1).bit_length()))
+def room(size: int, k: int) -> dict[str, int]:
+    """Constants of a program that keeps the k best of a row of `size`; short work has one warp, and no barriers."""
+    tile, slots = min(TILE, max(128, 1 << (size - 1).bit_length())), 1 << (k - 1).bit_length()
+    return {"K": k, "SLOTS": slots, "TILE": tile, "num_warps": 1 if max(tile, slots * slots) <= ONE_WARP else 4}
+
+
+def room_case(name: str, kernel, signature: dict[str, str], size: int, k: int, **options) -> Case:
+    """A compile case with the constants of `room`."""
+    constants = room(size, k) | options.pop("absent", {})
+    warps = constants.pop("num_warps")
+    return Case(f"{name} k{k}", kernel, signature, constants, num_warps=warps, **options)
 
 
 def _cases(k: int, dtype: str, full: bool = False) -> list[Case]:
-    outputs = {"best_ptr": f"*{dtype}", "index_ptr": "*i64"}
+    x, ranks, outputs = {"x_ptr": f"*{dtype}"}, {"ranks_ptr": "*i64"}, {"best_ptr": f"*{dtype}", "index_ptr": "*i64"}
     sizes = {"size": "i32", "row_stride": "i32", "chunk": "i32"}
-    room = {"K": k, "SLOTS": triton.next_power_of_2(k), "TILE": TILE}
-    x, ranks = {"x_ptr": f"*{dtype}"}, {"ranks_ptr": "*i64"}
-    name = f"{dtype} k{k}"
-    merge = {**x, **ranks, **outputs, "candidates": "i32", "row_stride": "i32"}
+    merge = x | ranks | outputs | {"candidates": "i32", "row_stride": "i32"}
+    chunk, whole = x | ranks | outputs | sizes, x | outputs | sizes
+    parts, none = chunks(10, VOCAB)[1], {"ranks_ptr": None}
     return [
-        Case(
-            f"best of chunk {name}",
-            best_of_chunk_kernel,
-            x | ranks | outputs | sizes,
-            room,
-            divisible=list(sizes),
-            full=full,
-        ),
-        Case(f"best of row {name}", best_of_chunk_kernel, x | outputs | sizes, room | {"ranks_ptr": None}, full=True),
-        Case(f"merge chunks {name}", merge_chunks_kernel, merge, room, divisible=("row_stride",), full=full),
+        room_case(f"best of chunk {dtype}", best_of_chunk_kernel, chunk, VOCAB, k, divisible=list(sizes), full=full),
+        room_case(f"best of row {dtype}", best_of_chunk_kernel, whole, VOCAB, k, absent=none, full=True),
+        room_case(f"merge {dtype}", merge_chunks_kernel, merge, parts * k, k, divisible=("row_stride",), full=full),
     ]
 
 
+# the draft vocabulary that the cases are compiled for
+VOCAB = 32000
 COMPILE_CASES = [
     *(case for k in (10, MOST_K) for case in _cases(k, "fp32")),
     *_cases(1, "fp32", full=True),

@@ -111,10 +111,13 @@ def test_topk_is_the_references(size, k, dtype):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("k", [1, 4, 10, 17, 64])
-@pytest.mark.parametrize("size", [64, 1024, 2050, 32000, 151936])
+@pytest.mark.parametrize(
+    "size, k", [(64, 64), (1024, 17), (1025, 4), (2050, 10), (32000, 1), (32000, 10), (32000, 64), (151936, 10)]
+)
 def test_topk_of_whole_vocabularies(size, k):
-    check_topk(row_kinds(size, seed=k), k)
+    """Of long rows a few: random, rounded, with NaN."""
+    rows = slice(None) if size < 4096 else [0, 1, 7]
+    check_topk(row_kinds(size, seed=k)[rows], k)
 
 
 def test_rows_need_not_lie_side_by_side():
@@ -183,8 +186,16 @@ def test_a_head_that_is_not_finite_is_seen():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("slots, rows, vocab, k", [(4, 10, 32000, 10), (2, 64, 100, 64), (1, 16, 152064, 16)])
+@pytest.mark.parametrize(
+    "kind, slots, rows, vocab, k",
+    [
+        ("tied", 1, 10, 32000, 10),
+        ("random", 4, 1, 32000, 8),
+        ("tied", 1, 64, 100, 64),
+        ("saturated", 1, 3, 152064, 3),
+        ("all zero", 2, 8, 4000, 8),
+    ],
+)
 def test_levels_of_the_engines_size(kind, slots, rows, vocab, k):
     generator = torch.Generator().manual_seed(k)
     check_level(draw_log_q(kind, (slots, rows, vocab), generator), -torch.rand(slots, rows, generator=generator), k)

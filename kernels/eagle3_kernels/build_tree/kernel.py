@@ -24,7 +24,8 @@ ORDER_BLOCK, ORDER_TILE = 32, 128
 LINK_BLOCK, LINK_TILE = 32, 64
 
 
-@triton.jit
+# sizes differ from level to level and, where trees adapt, from round to round: one compilation for all
+@triton.jit(do_not_specialize=["size", "total", "first", "frontier", "first_above", "first_row", "level"])
 def lay_level_kernel(
     scores_ptr,  # fp32 [B, size]: a level's candidates
     tokens_ptr,  # integers [B, size]
@@ -66,7 +67,7 @@ def lay_level_kernel(
     tl.store(source_ptr + there, first_row + parent.to(tl.int32), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["candidates", "nodes"])
 def order_kernel(
     scores_ptr,  # fp32 [B, C]
     flat_ptr,  # out, int32 [B, nodes]: the best candidates in order
@@ -93,7 +94,7 @@ def order_kernel(
     tl.store(flat_ptr + slot * nodes + before, at, mask=chosen)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["candidates", "nodes"])
 def fill_rows_kernel(
     roots_ptr,  # [B] any dtype
     flat_ptr,  # int32 [B, nodes]
@@ -138,7 +139,7 @@ def fill_rows_kernel(
     tl.store(source_ptr + out, tl.load(all_source_ptr + at, mask=kept, other=-1), mask=stored)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "words", "depth"])
 def link_rows_kernel(
     parent_ptr,  # int32 [B, N]
     position_ptr,  # out, int32 [B, N]

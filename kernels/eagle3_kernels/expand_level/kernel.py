@@ -20,8 +20,9 @@ from eagle3_kernels.ordering_kernel import (
     none_kept,
     places,
     rank_of,
+    room,
+    room_case,
     stable_topk,
-    tile_of,
 )
 from eagle3_kernels.structures import Level
 from eagle3_kernels.testing import Case
@@ -29,7 +30,7 @@ from eagle3_kernels.testing import Case
 MASK_BLOCK = 128
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["candidates", "children"])
 def choose_frontier_kernel(
     scores_ptr,  # fp32 [B, M]: path scores of the frontier above
     added_ptr,  # fp32 [B, C]: what the edges add, C = M * children
@@ -91,14 +92,13 @@ def expand_level(
             chosen,
             candidates,
             children,
-            K=width,
-            SLOTS=triton.next_power_of_2(width),
-            TILE=tile_of(candidates),
+            **room(candidates, width),
         )
     return Level(token.flatten(1), parents, total, chosen, edges.flatten(1))
 
 
-@triton.jit
+# its sizes differ from level to level: one compilation for all
+@triton.jit(do_not_specialize=["rows", "width", "above", "old_words", "new_words"])
 def grow_mask_kernel(
     mask_ptr,  # int32 [B, above, old_words], or None at the first level
     parents_ptr,  # integers [B, width]
@@ -152,24 +152,16 @@ def _mask_case(mask: str | None) -> Case:
     )
 
 
+_FRONTIER = {
+    **{f"{name}_ptr": "*fp32" for name in ("scores", "added", "total")},
+    **{f"{name}_ptr": "*i64" for name in ("parents", "chosen")},
+    "candidates": "i32",
+    "children": "i32",
+}
 COMPILE_CASES = [
     *ordering_kernel.COMPILE_CASES,
     *(
-        Case(
-            f"choose frontier fp32 k{k}",
-            choose_frontier_kernel,
-            {
-                "scores_ptr": "*fp32",
-                "added_ptr": "*fp32",
-                "total_ptr": "*fp32",
-                "parents_ptr": "*i64",
-                "chosen_ptr": "*i64",
-                "candidates": "i32",
-                "children": "i32",
-            },
-            {"K": k, "SLOTS": triton.next_power_of_2(k), "TILE": tile_of(k * k)},
-            full=k == 1,
-        )
+        room_case("choose frontier fp32", choose_frontier_kernel, _FRONTIER, k * k, k, full=k == 1)
         for k in (1, 10, MOST_K)
     ),
     _mask_case(None),
