@@ -16,6 +16,7 @@ from torch import Tensor
 from eagle3.heads.protocol import DraftHead
 from eagle3.target import Target
 from eagle3_infer.adaptive import Controller
+from eagle3_infer.calibration import EdgeKind
 from eagle3_infer.config import RuleConfig, TreeConfig
 from eagle3_infer.kv import Block, KVPool, PagedContext
 from eagle3_infer.proposals import Proposals
@@ -126,10 +127,10 @@ class Drafter:
             h: of each sequence's root [B, H]; the head's pool holds all rows before the roots.
             controller: calibrates edge scores and ends the drafting where trees adapt; None = as asked for.
         """
-        drafted = Levels([sequence.useful_levels for sequence in sequences], controller)
+        propose = Proposals(self.rule, [s.sampler for s in sequences], [s.length for s in sequences], self._mixed_ids)
+        drafted = Levels([sequence.useful_levels for sequence in sequences], propose.kinds, controller)
         if self._deepest(drafted) < 1:
             return drafted
-        propose = Proposals(self.rule, [s.sampler for s in sequences], [s.length for s in sequences], self._mixed_ids)
         frontier = _Frontier(pool, [s.slot for s in sequences], [s.head_length for s in sequences])
         h = h[:, None]
         level = self._expand(propose, h, torch.zeros(h.shape[:2], device=h.device), drafted)
@@ -168,7 +169,7 @@ class Drafter:
         """Add the level below a frontier with states h [B, M, H] and path scores [B, M]."""
         number = len(drafted.levels) + 1
         found = propose(self.head.logits(h), number)
-        weigh = partial(self._weigh, level=number, controller=drafted.controller)
+        weigh = partial(self._weigh, level=number, drafted=drafted)
         level = expand_level(found.keys, scores, self.tree.top_k, found.edge, weigh)
         level = level._replace(tokens=self.target_ids[level.tokens])
         drafted.levels.append(level)
@@ -186,10 +187,10 @@ class Drafter:
         controller = drafted.controller
         return controller is None or controller.deepen([level.scores for level in drafted.levels])
 
-    def _weigh(self, edges: Tensor, level: int, controller: Controller | None) -> Tensor:
+    def _weigh(self, edges: Tensor, level: int, drafted: "Levels") -> Tensor:
         """What edge scores add to path scores: calibrated where trees adapt, times the score policy's weight."""
-        if controller is not None:
-            edges = controller.weigh(edges, level)
+        if drafted.controller is not None:
+            edges = drafted.controller.weigh(edges, level, drafted.kinds)
         weight = self.tree.level_weight ** (level - 1)
         return edges if weight == 1 else edges * weight
 
@@ -205,11 +206,12 @@ class Levels:
     """What a round drafted: levels, and the laws that drew them where they are kept.
 
     Args:
-        useful: draft levels that are of use to each slot.
+        useful: draft levels that are of use to each slot; kinds: what its edge scores are.
         controller: what sizes this round's trees; None = as asked for.
     """
 
     useful: list[int]
+    kinds: list[EdgeKind]
     controller: Controller | None = None
     levels: list[Level] = field(default_factory=list)
     log_q: list[Tensor] = field(default_factory=list)

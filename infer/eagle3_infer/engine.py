@@ -22,6 +22,7 @@ from eagle3_infer.drafter import Draft, Drafter
 from eagle3_infer.kv import KVPool, PoolLayout, probe_shapes
 from eagle3_infer.memory import free_bytes
 from eagle3_infer.metrics import StageClock
+from eagle3_infer.proposals import edge_kind
 from eagle3_infer.request import Request, Result, Update
 from eagle3_infer.running import CANCELLED, Chunk, Running
 from eagle3_infer.scheduler import Scheduler
@@ -246,8 +247,9 @@ class Engine:
         """Tell the controller which drafts were accepted, with which edge scores."""
         if self.controller is None or self.draft.tree.edges is None:
             return
-        for rows, edges, path in zip(parents, self.draft.tree.edges.tolist(), accepted.paths, strict=True):
-            self.controller.walked(rows, edges, path)
+        edges = self.draft.tree.edges.tolist()
+        for sequence, rows, scores, path in zip(self.running, parents, edges, accepted.paths, strict=True):
+            self.controller.walked(rows, scores, path, edge_kind(self.verifier.rule, sequence.sampler))
 
     def _emit(self, accepted: Accepted, parents: list[list[int]]) -> None:
         for sequence, rows, run, logprobs in zip(self.running, parents, accepted.runs, accepted.logprobs, strict=True):

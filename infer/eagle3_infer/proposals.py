@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from eagle3_infer.calibration import EdgeKind
 from eagle3_infer.config import REJECTION, SHARED_NOISE, RuleConfig
 from eagle3_infer.sampling import Sampler
 from eagle3_kernels.sample_nodes import Filters, Purpose, draft_log_probs, mixed_gumbel
@@ -25,6 +26,15 @@ DRAFT_ERROR = 1.0
 SAMPLED_ACCEPTANCE = 0.6
 
 Edge = Callable[[Tensor], Tensor]
+
+
+def edge_kind(rule: RuleConfig, sampler: Sampler) -> EdgeKind:
+    """What the edge scores of a request's drafts are."""
+    if sampler.greedy:
+        return EdgeKind.LOG_Q
+    if rule.rule == REJECTION:
+        return EdgeKind.RANK
+    return EdgeKind.SHARED if rule.draft_noise == SHARED_NOISE else EdgeKind.LOG_Q
 
 
 class Proposal(NamedTuple):
@@ -48,11 +58,15 @@ class Proposals:
         samplers: of each slot.
         roots: absolute position of each slot's root.
         mixed_ids: of the target id of every draft id [Vd], as the noise's hash takes them.
+    Attributes:
+        sampled: slots that do not decode greedily; kinds: what each slot's edge scores are.
+        keeps_q: whether a rule will ask for the laws that drew the children.
     """
 
     def __init__(self, rule: RuleConfig, samplers: Sequence[Sampler], roots: Sequence[int], mixed_ids: Tensor):
         self.rule, self.samplers, self.roots, self.mixed_ids = rule, samplers, roots, mixed_ids
         self.sampled = [slot for slot, sampler in enumerate(samplers) if not sampler.greedy]
+        self.kinds = [edge_kind(rule, sampler) for sampler in samplers]
         temperatures = [sampler.filters.temperature for sampler in samplers]
         self._temperatures = torch.tensor(temperatures, device=mixed_ids.device)[:, None, None]
         self.keeps_q = rule.rule == REJECTION and bool(self.sampled)
