@@ -88,6 +88,9 @@ def test_scores_that_are_not_numbers_reach_the_tree(max_rows):
     # the third slot has no use for its second level, so nobody will see it
     limit = limits(made, first, second)
     assert limit[0] == 0 and limit[1] >= 1 and limit[2] == 0
+    # the controller outlives the run that raises
+    made.speculate((9, 9, 9), pending=3)
+    assert made.deepen([log([0.9, 0.05], [0.9, 0.05], [0.9, 0.05])]) == (max_rows is None)
 
 
 def test_the_bound_of_memory_may_change():
