@@ -5,6 +5,7 @@ sort leaves open which of them stay, the lowest ids do.
 """
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -41,10 +42,24 @@ def tempered(logits: Tensor, temperature: float) -> Tensor:
 def check_finite(largest: Tensor, dtype: torch.dtype) -> None:
     """Raises FloatingPointError where a row's largest logit is not finite; a NaN is its row's largest."""
     if not largest.isfinite().all():
-        raise FloatingPointError(
-            f"the target's logits are not finite in {str(dtype).removeprefix('torch.')}; "
-            "try bfloat16 or float32 (float16 overflows in some models)"
-        )
+        raise _not_finite(dtype)
+
+
+def check_tokens(tokens: Iterable[int], dtype: torch.dtype) -> None:
+    """Raises FloatingPointError where a token is -1: an op that does not wait for the device marks bad logits so.
+
+    Args:
+        dtype: of the logits.
+    """
+    if any(token < 0 for token in tokens):
+        raise _not_finite(dtype)
+
+
+def _not_finite(dtype: torch.dtype) -> FloatingPointError:
+    return FloatingPointError(
+        f"the target's logits are not finite in {str(dtype).removeprefix('torch.')}; "
+        "try bfloat16 or float32 (float16 overflows in some models)"
+    )
 
 
 def target_probs(logits: Tensor, filters: Filters, dtype: torch.dtype = torch.float32) -> Tensor:

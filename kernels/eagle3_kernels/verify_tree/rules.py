@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+TARGET_ONLY, REJECTION, THRESHOLD = "target_only", "rejection", "threshold"
+
 
 class NodeLaw(NamedTuple):
     """What a rule does at one node.
