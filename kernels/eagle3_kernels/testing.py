@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import wraps
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -190,47 +189,33 @@ def compile_all(ops: Iterable[str] | None, architectures: Iterable[str], full: b
 HEADER = ("op", "case", "architecture", "registers", "shared bytes", "spills", "seconds")
 
 
-def table_line(row: Row, markdown: bool = False) -> str:
-    """One line of the table; in markdown without the seconds, which differ from run to run."""
-    registers, spills, shared, seconds = row.compiled
-    cells = (row.op, row.case, row.architecture, registers, shared, spills, f"{seconds:.2f}")
-    return _markdown(cells[:-1]) if markdown else _aligned(cells)
-
-
-def _markdown(cells: Iterable[object]) -> str:
-    return f"| {' | '.join(map(str, cells))} |"
-
-
-def _aligned(cells: Sequence[object]) -> str:
+def table_line(cells: Sequence[object] = HEADER) -> str:
+    """One aligned line of the table."""
     widths = (18, 34, 13, 9, 12, 6, 7)
     return " ".join(f"{cell!s:<{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip()
 
 
-def mend_interpreter() -> None:
-    """Triton's interpreter keeps bfloat16 as bare bits: make it round (it cuts) and multiply the values (not the bits).
+def cells(row: Row) -> tuple[object, ...]:
+    registers, spills, shared, seconds = row.compiled
+    return row.op, row.case, row.architecture, registers, shared, spills, f"{seconds:.2f}"
 
-    Arithmetic on bfloat16 other than `tl.dot` stays wrong there: kernels convert to float32 first, as they should.
-    """
-    import triton.language as tl
-    from triton.runtime import interpreter
 
-    convert, dot = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
-    if hasattr(convert, "__wrapped__"):
-        return
+def markdown_table(rows: Sequence[Row]) -> Iterator[str]:
+    """kernels/README.md's table: a line per case, "registers / shared bytes" per architecture, spills where any are."""
+    yield _markdown("op", "case", *ARCHITECTURES)
+    yield _markdown(*["---"] * (2 + len(ARCHITECTURES)))
+    for op, case in dict.fromkeys((row.op, row.case) for row in rows):
+        found = {row.architecture: _brief(row.compiled) for row in rows if (row.op, row.case) == (op, case)}
+        yield _markdown(op, case, *(found.get(name, "-") for name in ARCHITECTURES))
 
-    @wraps(convert)
-    def rounding(data, source, target, rounding_mode):
-        if (source, target) != (tl.float32, tl.bfloat16):
-            return convert(data, source, target, rounding_mode)
-        rounded = torch.tensor(data).to(torch.bfloat16).view(torch.int16)
-        return rounded.numpy().view(interpreter._get_np_dtype(tl.bfloat16))
 
-    def multiplying(self, a, b, d, input_precision, max_num_imprecise_acc):
-        a, b = (self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
-        return dot(self, a, b, d, input_precision, max_num_imprecise_acc)
+def _brief(compiled: Compiled) -> str:
+    spilled = f", {compiled.spills} SPILLED" if compiled.spills else ""
+    return f"{compiled.registers} / {compiled.shared_bytes}{spilled}"
 
-    interpreter._convert_float = rounding
-    interpreter.InterpreterBuilder.create_dot = multiplying
+
+def _markdown(*texts: object) -> str:
+    return f"| {' | '.join(map(str, texts))} |"
 
 
 def device() -> torch.device:
@@ -299,11 +284,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--full", action="store_true", help="also the cases of make test-full")
     parser.add_argument("--markdown", action="store_true", help="the table of kernels/README.md")
     options = parser.parse_args(arguments)
-    print(_markdown(HEADER[:-1]) + "\n" + _markdown(["---"] * 6) if options.markdown else _aligned(HEADER))
-    faults = []
+    rows = []
     for row in compile_all(options.op or None, options.architecture or ARCHITECTURES, options.full):
-        print(table_line(row, options.markdown), flush=True)
-        faults += [text] if (text := fault(row)) else []
+        if not options.markdown:
+            print("" if rows else table_line() + "\n", table_line(cells(row)), sep="", flush=True)
+        rows.append(row)
+    if options.markdown:
+        print("\n".join(markdown_table(rows)))
+    faults = [text for row in rows if (text := fault(row))]
     print("\n".join(faults), file=sys.stderr, end="\n" if faults else "")
     return bool(faults)
 
