@@ -3,8 +3,6 @@
 from functools import wraps
 
 import torch
-import triton.language as tl
-from triton.runtime import interpreter
 
 
 def mend_interpreter() -> None:
@@ -12,6 +10,9 @@ def mend_interpreter() -> None:
 
     Arithmetic on bfloat16 other than `tl.dot` stays wrong there: kernels convert to float32 first, as they should.
     """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
     convert, dot = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
     if hasattr(convert, "__wrapped__"):
         return

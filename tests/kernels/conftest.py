@@ -11,14 +11,13 @@ import pytest
 import torch
 
 from eagle3_kernels.dispatch import has_triton
+from eagle3_kernels.interpreter import mend_interpreter
 from eagle3_kernels.testing import device as test_device
 
 if test_device().type == "cpu":
     assert "triton" not in sys.modules or "TRITON_INTERPRET" in os.environ, "triton was imported too early"
     os.environ.setdefault("TRITON_INTERPRET", "1")
     if has_triton():
-        from eagle3_kernels.interpreter import mend_interpreter
-
         mend_interpreter()
 
 
