@@ -102,7 +102,7 @@ def attend_through_seam(
         raise RuntimeError(
             f"{name}: the attention seam needs a context and one packed row (context: {ctx is not None}, rows: "
             f"{query.shape[0]}); call the model through eagle3.target.Target, or inside Target.stock() for plain "
-            "transformers"
+            "transformers; while generate runs with a custom_generate of eagle3, nobody else may call it"
         )
     odd = sorted(key for key, x in extra.items() if x is not None and key not in _HARMLESS)
     if layer is None or attention_mask is not None or odd:

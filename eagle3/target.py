@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,6 +61,7 @@ class Target:
         usable_vocab: ids below it belong to the tokenizer (all of vocab_size without one).
         eos_ids: every end-of-sequence id of the generation config, the config and the tokenizer.
         max_positions: positions a row may use (see rope.position_limit).
+        lock: held during forwards, and by who captures hidden states of one, so that threads may share a target.
     """
 
     def __init__(self, model: Any, tokenizer: Any = None, path: str = "(in memory)"):
@@ -77,6 +79,7 @@ class Target:
         self.usable_vocab = min(self.vocab_size, len(tokenizer)) if tokenizer is not None else self.vocab_size
         self.eos_ids = eos_ids(model.config, model.generation_config, tokenizer)
         self.max_positions = position_limit(self.text_config)
+        self.lock = threading.RLock()
         self._decoder = model.get_decoder()
         self._logit_rules = _logit_rules(self.text_config)
         self._stock_attention = _stock_attention(self.text_config)
@@ -134,7 +137,7 @@ class Target:
             ids, positions: int64 [T].
             ctx: where K/V go and what each row sees.
         """
-        with attending(ctx):
+        with self.lock, attending(ctx):
             output = self._decoder(input_ids=ids[None], position_ids=positions[None], use_cache=False, ctx=ctx)
         return output.last_hidden_state[0]
 

@@ -34,7 +34,8 @@ def measure_costs(drafter: Drafter, layouts: Sequence[PoolLayout], slots: int, m
 
     return CostModel(
         verify=timed(probe.verify, most_rows),
-        first=timed(probe.first, slots * (drafter.tree.depth + 1)),
+        # a backlog is read in pieces of so many rows
+        first=timed(probe.first, drafter.most_rows),
         level=timed(probe.level, slots * drafter.tree.top_k),
     )
 

@@ -102,13 +102,16 @@ class Drafter:
             features.append(part)
             tokens += following
         ends = list(accumulate(rows for _, rows in batch))
-        return self.head.step(
+        ctx = PagedContext(pool, blocks)
+        h = self.head.step(
             self.head.start(torch.cat(features)),
             self.head.embed(torch.tensor(tokens, device=device), self.target),
             torch.cat(positions),
-            PagedContext(pool, blocks),
+            ctx,
             query_rows=torch.tensor([end - 1 for end in ends], device=device),
         )
+        ctx.check_complete()
+        return h
 
     def put_off(self, pool: KVPool, sequences: Sequence[Running]) -> None:
         """Keep what was committed for a later read; a backlog of more than MOST_BACKLOG rows is read at once."""
@@ -119,16 +122,22 @@ class Drafter:
             self.read(pool, long)
 
     def levels(
-        self, pool: KVPool, sequences: Sequence[Running], h: Tensor, controller: Controller | None = None
+        self,
+        pool: KVPool,
+        sequences: Sequence[Running],
+        h: Tensor,
+        useful: list[int],
+        controller: Controller | None = None,
     ) -> "Levels":
         """Candidates of all levels that are of use; each frontier runs once, over its ancestors only.
 
         Args:
             h: of each sequence's root [B, H]; the head's pool holds all rows before the roots.
+            useful: draft levels that are of use to each sequence.
             controller: calibrates edge scores and ends the drafting where trees adapt; None = as asked for.
         """
         propose = Proposals(self.rule, [s.sampler for s in sequences], [s.length for s in sequences], self._mixed_ids)
-        drafted = Levels([sequence.useful_levels for sequence in sequences], propose.kinds, controller)
+        drafted = Levels(useful, propose.kinds, controller)
         if self._deepest(drafted) < 1:
             return drafted
         frontier = _Frontier(pool, [s.slot for s in sequences], [s.head_length for s in sequences])

@@ -149,6 +149,8 @@ class Engine:
     ) -> list[Result]:
         """Run all requests, as many at once as there are slots; results come in the order of the requests.
 
+        An error in one of them (a processor that raises, logits that are not finite) ends the run of all.
+
         Args:
             on_result: called with (index, result) as each request finishes; may cancel others, not run this engine.
         Raises:
@@ -175,10 +177,10 @@ class Engine:
         """
         requests = list(requests)
         with self._alone():
-            self._prepare(requests)
             waiting = deque(enumerate(requests))
             self._open, self._cancelled = set(range(len(requests))), set()
             try:
+                self._prepare(requests)
                 while waiting or self.scheduler.busy:
                     for sequence in self.step(waiting):
                         result = sequence.result() if sequence.finish_reason else None
@@ -195,8 +197,8 @@ class Engine:
     def cancel(self, number: int) -> None:
         """End request `number` of the run that is going with its next round; it keeps what it has emitted.
 
-        May be called by the consumer of `stream`, from `on_result` or from another thread; no effect on a request that
-        is done, nor on a run that comes later.
+        May be called by the consumer of `stream`, from `on_result` or from another thread, from when `generate` or the
+        first update of `stream` was asked for; no effect on a request that is done, nor on a run that comes later.
         """
         if number in self._open:
             self._cancelled.add(number)
@@ -296,21 +298,22 @@ class Engine:
 
     # first step -> levels -> tree
 
-    def _speculates(self, everyone: list[Running]) -> bool:
+    def _speculates(self, everyone: list[Running], useful: list[int]) -> bool:
         """Whether the head reads and drafts in this round; what it does not read stays in the backlogs."""
         if self.controller is None:
             return True
-        useful = [sequence.useful_levels for sequence in self.running]
         return bool(useful) and self.controller.speculate(useful, sum(sequence.unread for sequence in everyone))
 
     def _draft(self, clock: StageClock) -> None:
         roots = [sequence.root for sequence in self.running]
+        useful = [sequence.useful_levels for sequence in self.running]
         self.draft = Draft.bare(roots, self.target.device)
         everyone = [s for s in (*self.running, *self.scheduler.reading) if s.unread]
         if self.drafter is None or not everyone:
             return
-        if not self._speculates(everyone):
-            self.drafter.put_off(self.pools[1], everyone)
+        if not self._speculates(everyone, useful):
+            with clock.stage(("draft", [s.metrics for s in everyone], 1)):
+                self.drafter.put_off(self.pools[1], everyone)
             return
         # a joining request's prompt goes through the head too: that is its prefill
         groups = [("draft", [s for s in everyone if not s.fresh]), ("prefill", [s for s in everyone if s.fresh])]
@@ -321,6 +324,6 @@ class Engine:
             return
         metrics = [sequence.metrics for sequence in self.running]
         with clock.stage(("draft", metrics, 1)):
-            drafted = self.drafter.levels(self.pools[1], self.running, h[: len(roots)], self.controller)
+            drafted = self.drafter.levels(self.pools[1], self.running, h[: len(roots)], useful, self.controller)
         with clock.stage(("tree_build", metrics, 1)):
             self.draft = self.drafter.build(roots, drafted)

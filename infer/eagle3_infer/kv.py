@@ -209,6 +209,20 @@ class PagedContext:
             start += slots * view.queries
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
+    def check_complete(self) -> None:
+        """Raise where a layer did not attend here in the forward that is done: its output would be silently wrong.
+
+        Raises:
+            RuntimeError: names the layers.
+        """
+        absent = sorted(set(range(self.pool.layers)) - self._seen)
+        if absent:
+            raise RuntimeError(
+                f"attention layers {absent} of {self.pool.layers} did not come to the engine: was the model changed "
+                "since it was loaded (set_attn_implementation, exchanged layers), or is Target.stock() open? Load the "
+                "target again, or leave stock() first"
+            )
+
     def _views(self, query_rows: Tensor | None) -> list[tuple[TreeView, int]]:
         """Views whose queries are the rows that came: those that the blocks ask for, or every row that was written."""
         if query_rows is not None:

@@ -77,8 +77,15 @@ class Sampler:
             return logits
         # while they have the model's dtype: afterwards all are float32
         check_finite(logits.max(), logits.dtype)
+        # copies: processors of the user's may write into what they are given
+        size, logits, tokens = len(logits), logits.to(torch.float32, copy=True), tuple(prefix)
         for processor in self.processors:
-            logits = processor(prefix, logits.float())
+            logits = processor(tokens, logits)
+            if not isinstance(logits, Tensor) or logits.shape != (size,):
+                found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+                raise ConfigError(
+                    f"prompt {self.prompt_id}: a processor returned {found}; it must return logits [{size}]"
+                )
         largest = float(logits.max())
         if not math.isfinite(largest):
             done = "left no token" if largest == -math.inf else f"made a logit of {largest}"

@@ -82,8 +82,11 @@ class Verifier:
             positions.append(row + chunk.before)
             blocks.append(Block(pool.view([chunk.sequence.slot], [chunk.before], row[None]), chunk.rows))
         ends = list(accumulate([*counts, *(chunk.rows for chunk in chunks)]))
-        with self.capture.rows(ends[-1]):
-            hidden = self.target.hidden(torch.cat(ids), torch.cat(positions), PagedContext(pool, blocks))
+        ctx = PagedContext(pool, blocks)
+        # hooks of another engine's capture would take this forward's rows
+        with self.target.lock, self.capture.rows(ends[-1]):
+            hidden = self.target.hidden(torch.cat(ids), torch.cat(positions), ctx)
+        ctx.check_complete()
         tree_rows = sum(counts)
         if chunks:
             last = [end - 1 for end, chunk in zip(ends[len(running) :], chunks, strict=True) if chunk.last]

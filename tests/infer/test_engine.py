@@ -331,6 +331,58 @@ def test_a_head_that_fails_below_the_first_level_is_noticed(world, bad):
         Engine(world.target, head, TREE).generate_one(Request(world.prompt, max_new_tokens=8))
 
 
+def test_a_layer_that_leaves_the_seam_is_noticed(world):
+    """The model is given another attention, or is open for plain transformers, while an engine runs it."""
+    target = shifted_target("llama")
+    engine, request = Engine(target, random_head(target), TREE), Request([1, 2, 3], max_new_tokens=4)
+    right = engine.generate_one(request).token_ids
+    with target.stock(), pytest.raises(RuntimeError, match=r"layers \[0, .*7\] of 8 did not come to the engine"):
+        engine.generate_one(request)
+    assert engine.generate_one(request).token_ids == right
+    target.layers[2].self_attn.config = copy.deepcopy(target.layers[2].self_attn.config)
+    target.layers[2].self_attn.config._attn_implementation = "sdpa"
+    with pytest.raises(RuntimeError, match=r"layers \[2\] of 8"):
+        engine.generate_one(request)
+
+
+def test_two_engines_on_one_target_may_run_in_threads(world):
+    results: dict[int, list[list[int]]] = {0: [], 1: []}
+
+    def work(number: int) -> None:
+        engine = Engine(world.target, world.head, TREE)
+        for _ in range(4):
+            results[number].append(engine.generate_one(Request(world.prompt, max_new_tokens=24)).token_ids)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in results]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {0: [world.reply] * 4, 1: [world.reply] * 4}
+
+
+def test_processors_may_write_and_must_return_logits(world):
+    """What they are given is theirs: neither the output nor the log-probabilities change with it."""
+
+    def negate(tokens, logits):
+        return logits.mul_(-1)
+
+    def fresh(tokens, logits):
+        return logits * -1
+
+    results = [
+        Engine(world.target).generate_one(
+            Request(world.prompt, max_new_tokens=6, logprobs=True, processors=(processor,))
+        )
+        for processor in (negate, fresh)
+    ]
+    assert results[0].token_ids == results[1].token_ids
+    assert results[0].logprobs == pytest.approx(results[1].logprobs)
+    for bad, told in ((lambda t, x: x[:5], r"\(5,\)"), (lambda t, x: None, "NoneType"), (lambda t, x: x[None], "300")):
+        with pytest.raises(ConfigError, match=f"prompt 0: a processor returned .*{told}"):
+            Engine(world.target).generate_one(Request(world.prompt, max_new_tokens=2, processors=(bad,)))
+
+
 def test_draft_vocabulary_smaller_than_top_k():
     """More children asked for than exist: clamped, and said once."""
     target = shifted_target("llama")

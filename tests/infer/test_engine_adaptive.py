@@ -1,4 +1,4 @@
-"""The engine under a controller: whatever it decides, the tokens stay and both pools stay true."""
+"""The engine under a controller: whatever it decides, the match rule's tokens stay and both pools stay true."""
 
 import copy
 
