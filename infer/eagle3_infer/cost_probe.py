@@ -16,6 +16,8 @@ from eagle3_kernels.expand_level import expand_level
 
 # committed rows that the measured forwards attend to
 CONTEXT = 128
+# rows of the largest forward that is measured; beyond, cost grows as it did up to there
+MOST_MEASURED = 512
 
 
 @torch.inference_mode()
@@ -26,6 +28,7 @@ def measure_costs(drafter: Drafter, layouts: Sequence[PoolLayout], slots: int, m
         slots: sequences that draft at once.
         most_rows: rows that a forward may have.
     """
+    most_rows = min(most_rows, MOST_MEASURED)
     probe, device = _Probe(drafter, layouts, most_rows), drafter.target.device
 
     def timed(run: Callable[[int], Tensor], most: int) -> dict[int, float]:
