@@ -151,8 +151,12 @@ def _nvidia_usage(cubin: bytes) -> tuple[int, int]:
 
 
 def _amd_usage(assembly: str) -> tuple[int, int]:
-    found = {name: int(value) for name, value in re.findall(r"^\s*\.(\w+_count):\s+(\d+)", assembly, re.MULTILINE)}
-    return found["vgpr_count"], found["vgpr_spill_count"] + found["sgpr_spill_count"]
+    """Registers and spills. Scalars that find no scalar register lie in lanes of vector ones: counted only as those."""
+    fields = re.findall(
+        r"^\s*\.(vgpr_count|vgpr_spill_count|private_segment_fixed_size):\s+(\d+)", assembly, re.MULTILINE
+    )
+    found = {name: int(value) for name, value in fields}
+    return found["vgpr_count"], max(found["vgpr_spill_count"], found["private_segment_fixed_size"] // 4)
 
 
 def fault(row: Row) -> str | None:
