@@ -83,7 +83,8 @@ def generation_config(target: Target, request: Request) -> GenerationConfig:
     return GenerationConfig(
         do_sample=sampling.temperature > 0,
         max_new_tokens=request.max_new_tokens,
-        min_new_tokens=sampling.min_tokens or None,
+        # more cannot be reached, and transformers would say so of every prompt
+        min_new_tokens=min(sampling.min_tokens, request.max_new_tokens) or None,
         repetition_penalty=sampling.repetition_penalty,
         bad_words_ids=[list(word) for word in sampling.bad_words] or None,
         sequence_bias=[[[token], value] for token, value in sampling.logit_bias] or None,

@@ -243,7 +243,7 @@ def _add_report(group: Any) -> None:
         metavar="N",
         help="runs of everything, the modes in turn: medians and ranges are reported (default: %(default)s)",
     )
-    group.add_argument("--logprobs", action="store_true", help="the log-prob of every token, in the report")
+    group.add_argument("--logprobs", action="store_true", help="the log-prob of every token, in the report of --json")
     group.add_argument("--json", metavar="PATH", help="write the full report, with every reply, as JSON")
 
 

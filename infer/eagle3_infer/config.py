@@ -29,10 +29,17 @@ def is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def check_integer(name: str, value: Any) -> None:
-    """Raises ConfigError for what is no whole number."""
+def as_integer(name: str, value: Any) -> int:
+    """A whole number of any type as an int (numpy's overflow, and are no JSON); raises ConfigError for all else."""
     if not is_integer(value):
         raise ConfigError(f"{name} is {shown(value)}; it must be a whole number")
+    return int(value)
+
+
+def set_integers(config: Any, *names: str, of: str = "") -> None:
+    """Make ints of a frozen dataclass's fields; raises ConfigError for what is none, named with `of` before it."""
+    for name in names:
+        object.__setattr__(config, name, as_integer(of + name, getattr(config, name)))
 
 
 def check_number(name: str, value: Any) -> None:
@@ -69,14 +76,14 @@ class TreeConfig:
     adaptive: bool = False
 
     def __post_init__(self):
+        set_integers(self, "depth", "top_k", of="tree ")
         for name in ("depth", "top_k"):
-            check_integer(f"tree {name}", getattr(self, name))
             if not 1 <= getattr(self, name) <= LARGEST:
                 raise ConfigError(f"tree {name} is {getattr(self, name)}; it must be between 1 and {LARGEST}")
         most = min(self.candidates, LARGEST)
         if self.nodes is None:
             object.__setattr__(self, "nodes", max(self.depth, min(self.top_k * self.depth, most)))
-        check_integer("tree nodes", self.nodes)
+        set_integers(self, "nodes", of="tree ")
         if not self.depth <= self.nodes <= most:
             raise ConfigError(
                 f"tree nodes is {self.nodes}; with depth {self.depth} and top_k {self.top_k} it must be between "
@@ -185,8 +192,7 @@ class SamplingConfig:
     def __post_init__(self):
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
             check_number(name, getattr(self, name))
-        for name in ("top_k", "seed", "min_tokens"):
-            check_integer(name, getattr(self, name))
+        set_integers(self, "top_k", "seed", "min_tokens")
         if self.temperature != 0 and not SMALLEST_TEMPERATURE <= self.temperature < math.inf:
             raise ConfigError(
                 f"temperature is {self.temperature}; it must be 0 (greedy) or a finite number of at least "
@@ -216,7 +222,7 @@ def _bias_pairs(given: Any) -> tuple[tuple[int, float], ...]:
             raise ConfigError(f"logit_bias holds {pair!r}; expected pairs of a token id and a finite number")
     if len({token for token, _ in pairs}) != len(pairs):
         raise ConfigError("logit_bias names a token id twice")
-    return tuple((token, bias) for token, bias in pairs)
+    return tuple((int(token), float(bias)) for token, bias in pairs)
 
 
 def _word_tuples(given: Any) -> tuple[tuple[int, ...], ...]:
@@ -224,7 +230,7 @@ def _word_tuples(given: Any) -> tuple[tuple[int, ...], ...]:
     for word in words:
         if not (isinstance(word, Sequence) and word and all(map(is_integer, word))):
             raise ConfigError(f"bad_words holds {word!r}; expected sequences of at least one token id")
-    return tuple(tuple(word) for word in words)
+    return tuple(tuple(map(int, word)) for word in words)
 
 
 def _listed(name: str, given: Any) -> list[Any]:
@@ -259,12 +265,8 @@ class EngineConfig:
 
     def __post_init__(self):
         for field in fields(self):
-            value = getattr(self, field.name)
-            if value is not None or field.default is not None:
-                _check_count(field.name, value)
-
-
-def _check_count(name: str, value: Any) -> None:
-    check_integer(name, value)
-    if value < 1:
-        raise ConfigError(f"{name} is {value}; it must be 1 or more")
+            if getattr(self, field.name) is None and field.default is None:
+                continue
+            set_integers(self, field.name)
+            if getattr(self, field.name) < 1:
+                raise ConfigError(f"{field.name} is {getattr(self, field.name)}; it must be 1 or more")

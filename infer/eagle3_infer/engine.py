@@ -175,7 +175,7 @@ class Engine:
         Raises:
             As `generate` does.
         """
-        requests = list(requests)
+        requests = self.scheduler.listed(requests)
         with self._alone():
             waiting = deque(enumerate(requests))
             self._open, self._cancelled = set(range(len(requests))), set()

@@ -49,6 +49,10 @@ def generator(
     are as they were when the call returns or raises. torch's global seed governs sampling, with other draws than
     `generate`'s own.
 
+    A prompt that with its new tokens is longer than the model's `max_position_embeddings` raises ConfigError, where
+    `generate` runs on. An `assistant_model` has no effect: transformers drops it, with its tokenizer, before this
+    callable could refuse it, and the drafts are the head's.
+
     The engine stays on the model for the next call, with its K/V pools and feature buffer: memory for the largest
     batch so far. It goes with this callable or the model, whichever is dropped first (`del model._eagle3` frees all).
     A batch larger than any before makes a new engine, where `config` does not say how many slots to have; an adaptive

@@ -125,8 +125,12 @@ def checked_inputs(model_kwargs: dict[str, Any]) -> dict[str, Tensor | None]:
     if odd:
         raise ConfigError(f"model inputs {', '.join(odd)} are not supported; give input_ids and attention_mask")
     cache = model_kwargs.get("past_key_values")
-    if cache is not None and cache.get_seq_length() > 0:
-        raise ConfigError(f"past_key_values holds {cache.get_seq_length()} tokens; give the whole prompt and no cache")
+    # generate marks a cache that is not its own, also an empty one that it would have filled
+    if cache is not None and (cache.get_seq_length() > 0 or getattr(cache, "_is_user_defined", False)):
+        raise ConfigError(
+            f"past_key_values holds {cache.get_seq_length()} tokens and cannot be read or filled; give the whole "
+            "prompt and no cache"
+        )
     return {"mask": model_kwargs.get("attention_mask"), "positions": model_kwargs.get("position_ids")}
 
 

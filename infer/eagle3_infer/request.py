@@ -1,18 +1,18 @@
 """What a user asks of the engine and what comes back. Imports no torch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from eagle3.errors import ConfigError
-from eagle3_infer.config import SamplingConfig, check_integer, shown
+from eagle3_infer.config import SamplingConfig, as_integer, set_integers, shown
 
 STAGES = ("prefill", "draft", "tree_build", "verify", "accept", "relocate", "other")
 
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt to continue.
+    """One prompt to continue. Whole numbers of any type (numpy's) become ints.
 
     Args:
         prompt_ids: target ids, at least one, as a list of ints.
@@ -39,23 +39,33 @@ class Request:
     processors: tuple[Callable[..., Any], ...] = ()
 
     def __post_init__(self):
-        for name in ("prompt_id", "turn", "sample", "max_new_tokens"):
-            check_integer(name, getattr(self, name))
-        for name in ("prompt_ids", "forced", *(["eos_ids"] if self.eos_ids is not None else [])):
-            _check_integers(name, getattr(self, name))
+        set_integers(self, "prompt_id", "turn", "sample", "max_new_tokens")
+        object.__setattr__(self, "prompt_ids", _integers("prompt_ids", self.prompt_ids))
+        for name in ("forced", *(["eos_ids"] if self.eos_ids is not None else [])):
+            object.__setattr__(self, name, tuple(_integers(name, getattr(self, name))))
         if not self.prompt_ids:
             raise ConfigError(f"prompt {self.prompt_id} is empty; it needs at least one token")
         if self.max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens is {self.max_new_tokens}; it must be 1 or more")
         if not isinstance(self.stop, list | tuple) or not all(isinstance(text, str) and text for text in self.stop):
             raise ConfigError(f"stop is {self.stop!r}; it must be a sequence of strings that are not empty")
+        if has_surrogate(self.stop):
+            raise ConfigError(f"stop is {self.stop!r}; it holds a lone surrogate, which is no character")
+        if not isinstance(self.sampling, SamplingConfig):
+            raise ConfigError(f"sampling is {shown(self.sampling)}; it must be a SamplingConfig")
+        if not isinstance(self.processors, list | tuple):
+            raise ConfigError(f"processors is {shown(self.processors)}; it must be a list or tuple of processors")
 
 
-def _check_integers(name: str, values: Any) -> None:
+def has_surrogate(texts: Iterable[str]) -> bool:
+    """Whether some text holds half of a character: no tokenizer and no file takes it."""
+    return any("\ud800" <= letter <= "\udfff" for text in texts for letter in text)
+
+
+def _integers(name: str, values: Any) -> list[int]:
     if not isinstance(values, list | tuple):
         raise ConfigError(f"{name} is {shown(values)}; it must be a list or tuple of whole numbers")
-    for index, value in enumerate(values):
-        check_integer(f"{name}[{index}]", value)
+    return [as_integer(f"{name}[{index}]", value) for index, value in enumerate(values)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,10 +6,11 @@ Knows rows, pages and slots, nothing of tokens' meaning or of trees but their si
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
+from typing import Any
 
 from eagle3.errors import ConfigError
 from eagle3.target import Target
-from eagle3_infer.config import EngineConfig, TreeConfig
+from eagle3_infer.config import EngineConfig, TreeConfig, shown
 from eagle3_infer.kv import KVPool, PoolLayout
 from eagle3_infer.request import Request
 from eagle3_infer.running import CANCELLED, NO_SLOT, Chunk, Running
@@ -34,8 +35,17 @@ class Scheduler:
         both = (config.page_size, config.pages), (config.head_page_size or config.page_size, config.head_pages)
         self._models, self._limits = ("target", "head")[: len(layouts)], both[: len(layouts)]
 
-    def check(self, request: Request) -> None:
-        """Raises ConfigError for a request that could never run."""
+    @staticmethod
+    def listed(requests: Any) -> list[Request]:
+        """What was given to run, as a list; raises ConfigError for what is no collection, such as a lone request."""
+        if not isinstance(requests, Iterable):
+            raise ConfigError(f"the engine was given {shown(requests)}; it takes a list of requests")
+        return list(requests)
+
+    def check(self, request: Any) -> None:
+        """Raises ConfigError for what is no request, or one that could never run."""
+        if not isinstance(request, Request):
+            raise ConfigError(f"the engine was given {shown(request)} to run; each must be a Request")
         name, vocab = f"prompt {request.prompt_id}", self.target.vocab_size
         for ids, holds in ((request.prompt_ids, "holds"), (request.forced, "is forced to emit")):
             odd = [i for i in ids if not 0 <= i < vocab]

@@ -10,6 +10,7 @@ from typing import Any
 from eagle3.embedded import EMBEDDED
 from eagle3.errors import ConfigError
 from eagle3_infer.config import MATCH, NO_NOISE, THRESHOLD, EngineConfig, RuleConfig, SamplingConfig, TreeConfig
+from eagle3_infer.request import has_surrogate
 
 RANDOM_DRAFT = "random"
 PLAIN, CHAIN, TREE, AUTO, HF = "plain", "chain", "tree", "auto", "hf_generate"
@@ -131,7 +132,13 @@ class RunSettings:
 
     def notes(self) -> list[str]:
         """What the user must know before the run."""
-        return [*self.unused(), *self._untied_to_the_seed()]
+        return [*self.unused(), *self._unreachable(), *self._untied_to_the_seed()]
+
+    def _unreachable(self) -> list[str]:
+        least, most = self.sampling.min_tokens, self.max_new_tokens
+        if least <= most:
+            return []
+        return [f"--min-tokens {least} is more than --max-new-tokens {most}: every reply ends at {most} (or --stop)"]
 
     def _untied_to_the_seed(self) -> list[str]:
         # the threshold gives a greedy request, too, whatever was drafted
@@ -160,6 +167,8 @@ class RunSettings:
             said.append("--rule and --draft-noise change nothing: no mode drafts")
         if self.threshold != RuleConfig.threshold and THRESHOLD not in self.rule:
             said.append(f"--threshold changes nothing: it belongs to --rule {THRESHOLD}")
+        if self.logprobs and self.json is None:
+            said.append("--logprobs changes nothing without --json: log-probabilities go to the report alone")
         return said
 
     def _unused_by_shapes(self) -> list[str]:
@@ -212,7 +221,7 @@ def flag(name: str) -> str:
 def _check_texts(name: str, texts: Sequence[str], when_empty: str) -> None:
     if "" in texts:
         raise ConfigError(f"{name} is an empty string, which {when_empty}")
-    if any("\ud800" <= letter <= "\udfff" for text in texts for letter in text):
+    if has_surrogate(texts):
         raise ConfigError(f"{name} holds bytes that are no text in this locale's encoding")
 
 

@@ -52,6 +52,13 @@ def test_replies_end_where_they_end(target):
         assert 1 + sum(result.run_lengths) == len(result.token_ids)
 
 
+def test_a_least_length_out_of_reach_is_no_news_of_every_prompt(target, recwarn):
+    """The settings say so once; transformers would twice per prompt length, and in a warm-up that is short."""
+    requests = [Request(prompt, SamplingConfig(min_tokens=99), 6, eos_ids=tuple(range(200))) for prompt in PROMPTS]
+    assert [len(reply.token_ids) for reply in replies(target, requests, 1)] == [6] * len(PROMPTS)
+    assert not recwarn.list
+
+
 def test_seconds_of_a_batch_are_shared(target):
     results = replies(target, [Request(prompt, max_new_tokens=4) for prompt in PROMPTS], 4)
     assert len({tuple(r.seconds.values()) for r in results}) == 1

@@ -30,6 +30,8 @@ from eagle3_infer.settings import RunSettings
         (["--mode", "chain", "--tree-depth", "2"], []),
         (["--mode", "chain", "--tree-depth", "2", "--chain-depth", "3"], ["--tree-depth"]),
         (["--mode", "plain", "--tree-depth", "2"], ["--tree-depth"]),
+        (["--logprobs"], ["--logprobs"]),
+        (["--logprobs", "--json", "report.json"], []),
     ],
 )
 def test_flags_that_change_nothing_are_named(flags, named):
@@ -55,6 +57,12 @@ def test_tokens_that_hang_on_the_machines_speed_are_noted(flags, named):
     """Under a rule that is not pathwise the tree has a say in which tokens are drawn, and the clock in the tree."""
     notes = [text for text in parse_settings(flags).notes() if "seed" in text]
     assert [text.partition(" draw")[0] for text in notes] == ([] if named is None else [named])
+
+
+@pytest.mark.parametrize("least, noted", [("13", True), ("12", False)])
+def test_a_least_length_out_of_reach_is_noted(least, noted):
+    notes = parse_settings(["--min-tokens", least, "--max-new-tokens", "12"]).notes()
+    assert [text.split(":")[0] for text in notes] == ["--min-tokens 13 is more than --max-new-tokens 12"] * noted
 
 
 def keys(*flags):

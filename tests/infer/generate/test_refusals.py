@@ -52,6 +52,8 @@ def cache_of_two() -> DynamicCache:
         ({"logits_processor": LogitsProcessorList([Shift()])}, r"Shift .*pure"),
         ({"stopping_criteria": StoppingCriteriaList([Never()])}, "Never"),
         ({"past_key_values": cache_of_two()}, "past_key_values holds 2 tokens"),
+        # generate would fill it
+        ({"past_key_values": DynamicCache()}, "past_key_values holds 0 tokens and cannot be read or filled"),
         ({"position_ids": torch.tensor([[3, 4, 5, 6]])}, "position_ids"),
         ({"attention_mask": torch.tensor([[1, 0, 1, 1]])}, "row 0 hides tokens"),
         ({"attention_mask": torch.tensor([[1, 1, 1, 0]])}, "padding_side = 'left'"),
@@ -76,6 +78,12 @@ def test_rows_and_streams_are_checked(model, tokenizer, folder):
     bare = tiny_model()
     with pytest.raises(ConfigError, match="set pad_token_id"):
         bare.generate(**two, generation_config=config, max_time=9.0, custom_generate=generator(folder / "head"))
+
+
+def test_an_assistant_never_arrives(model, tokenizer, speculate):
+    """transformers drops it, as the docstring says; should it ever come through, it is to be refused."""
+    inputs = {**encode(tokenizer, PROMPTS[0]), "max_new_tokens": 8, "custom_generate": speculate}
+    assert model.generate(**inputs, assistant_model=model).tolist() == model.generate(**inputs).tolist()
 
 
 def test_too_long_for_the_target(model, tokenizer, speculate):
