@@ -220,6 +220,11 @@ def _add_machine(group: Any) -> None:
     group.add_argument("--device", default=RunSettings.device, help="auto, cpu, cuda, cuda:N (default: %(default)s)")
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's choice)")
     group.add_argument(
+        "--kernels",
+        metavar="NAME",
+        help="auto (Triton on CUDA and ROCm, torch elsewhere), triton or torch (default: $EAGLE3_KERNELS, else auto)",
+    )
+    group.add_argument(
         "--batch", type=int, default=RunSettings.batch, metavar="N", help="prompts at once (default: %(default)s)"
     )
     group.add_argument(

@@ -104,7 +104,7 @@ class Engine:
             RuntimeError: this engine runs already.
         """
         with self._alone():
-            self._prepare(requests)
+            self._prepare(self.scheduler.listed(requests))
 
     def _prepare(self, requests: Sequence[Request]) -> None:
         for request in requests:

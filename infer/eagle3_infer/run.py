@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 import eagle3
+from eagle3.errors import ConfigError
 from eagle3.heads.eagle3 import Eagle3Head
 from eagle3.target import Target, parse_dtype
 from eagle3_infer.bench import Bench
@@ -26,6 +27,7 @@ from eagle3_infer.prompts import Prompt, has_template, load_prompts, shipped_pro
 from eagle3_infer.report import Comparison, build_report, write_json
 from eagle3_infer.settings import EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, RunSettings
 from eagle3_infer.table import render_report
+from eagle3_kernels.dispatch import kernels, set_kernels, uses_triton
 
 SHOWN_CHARACTERS = 1200
 
@@ -41,6 +43,7 @@ def run(settings: RunSettings, argv: Sequence[str]) -> int:
         draft_folder(settings)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
+    choose_kernels(settings.kernels, device)
     target = load_target(settings, device)
     head = load_draft(settings, target) if settings.needs_head else None
     bench = Bench(settings, target, head, prompts, Progress())
@@ -53,6 +56,15 @@ def run(settings: RunSettings, argv: Sequence[str]) -> int:
         print(f"note: {note}")
     bench.notes[:0] = notes
     return conclude(settings, argv, target, bench)
+
+
+def choose_kernels(name: str | None, device: torch.device) -> None:
+    """Set them for this process; raises ConfigError for those that do not exist or cannot run on the device."""
+    try:
+        set_kernels(name)
+        uses_triton(torch.empty(0, device=device))
+    except ValueError as error:
+        raise ConfigError(f"--kernels: {error}") from error
 
 
 def conclude(settings: RunSettings, argv: Sequence[str], target: Target, bench: Bench) -> int:
@@ -143,6 +155,7 @@ def describe_run(settings: RunSettings, argv: Sequence[str], target: Target, ben
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": device_name(target.device),
         "threads": torch.get_num_threads(),
+        "kernels": kernels(),
         "seed": settings.sampling.seed,
         "settings": asdict(settings),
         "chat_template": has_template(target.tokenizer),

@@ -62,6 +62,7 @@ class RunSettings:
     dtype: str = "auto"
     device: str = "auto"
     threads: int | None = None
+    kernels: str | None = None
     batch: int = 1
     prefill_rows: int = EngineConfig.prefill_rows
     repeats: int = 1

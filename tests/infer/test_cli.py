@@ -21,6 +21,7 @@ from eagle3_infer import explain as explain_module
 from eagle3_infer import replay as replay_module
 from eagle3_infer.cli import main
 from eagle3_infer.models import random_head
+from eagle3_kernels.dispatch import set_kernels
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}\n{% endfor %}"
@@ -463,6 +464,7 @@ def test_plain_decoding_that_parts_from_hf_is_a_bug(base, tmp_path, capsys, monk
         (["--tree-nodes", "6,x"], "6,x"),
         (["--chain-depth", "0"], "depth"),
         (["--threads", "0"], "--threads"),
+        (["--kernels", "fast"], "--kernels: kernels is 'fast'; it must be one of auto, triton, torch"),
         (["--limit", "0"], "--limit"),
         (["--repeats", "0"], "--repeats"),
         (["--max-new-tokens", "0"], "--max-new-tokens"),
@@ -490,6 +492,15 @@ def test_plain_decoding_that_parts_from_hf_is_a_bug(base, tmp_path, capsys, monk
 )
 def test_bad_flags(base, capsys, flags, told):
     assert told in failing(capsys, *base, *flags)
+
+
+def test_triton_needs_a_gpu_or_its_interpreter(base, capsys, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr("eagle3_kernels.dispatch.has_triton", lambda: True)
+    try:
+        assert "--kernels: kernels triton on a cpu tensor" in failing(capsys, *base, "--kernels", "triton")
+    finally:
+        set_kernels(None)
 
 
 def test_bad_prompt_line_names_file_and_line(base, tmp_path, capsys):
