@@ -1,6 +1,7 @@
 """What each query row of a forward may see, made once and used by every layer."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -13,7 +14,8 @@ from eagle3_kernels.paging import Run, page_runs
 class TreeView:
     """B slots, each with `lens` committed rows and A fresh rows after them; the last N fresh rows are the queries.
 
-    Verification has N = A; a drafted frontier has N < A; a causal view (mask None) is a prompt or a chain.
+    Verification has N = A; a drafted frontier has N < A; a causal view (mask None) is a prompt or a chain, whose
+    positions are 0 .. A-1. Only what the reference asks for is copied to the host, when it asks.
 
     Args:
         page_table: pages of each slot [B, P] int32.
@@ -28,13 +30,20 @@ class TreeView:
     positions: Tensor
     mask: Tensor | None
     queries: int
-    _runs: list[list[Run]] = field(init=False)
-    _lens: list[int] = field(init=False)
     _biases: dict = field(init=False, default_factory=dict)
 
-    def __post_init__(self):
-        self._runs = [page_runs(pages) for pages in self.page_table.tolist()]
-        self._lens = self.lens.tolist()
+    @cached_property
+    def _runs(self) -> list[list[Run]]:
+        return [page_runs(pages) for pages in self.page_table.tolist()]
+
+    @cached_property
+    def _lens(self) -> list[int]:
+        return self.lens.tolist()
+
+    @cached_property
+    def levels(self) -> Tensor:
+        """`positions` as kernels read them: contiguous int32 [B, A]."""
+        return self.positions.int().contiguous()
 
     @property
     def fresh(self) -> int:
