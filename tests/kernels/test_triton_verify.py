@@ -257,6 +257,53 @@ def test_many_keys_on_one_small_tree_decide_by_the_law(rule):
     assert len(set(zip(walk.accepted.tolist(), walk.bonus.tolist(), strict=True))) > 3
 
 
+class Recorder:
+    """A kernel that keeps the arguments of its last launch."""
+
+    def __init__(self, launched: Any):
+        self.launched, self.arguments = launched, {}
+
+    def __getitem__(self, grid: Any):
+        def launch(*values: Any, **named: Any) -> None:
+            self.arguments = dict(zip(self.launched.arg_names, values, strict=False))
+            self.launched[grid](*values, **named)
+
+        return launch
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("rule", [TARGET_ONLY, REJECTION])
+def test_what_is_left_after_rejections_is_the_residual(rule, monkeypatch):
+    """Keys are chosen so that all of five children are rejected, repeated ones among them; the law is compared, too."""
+    made = case(rule, 3, 6, 1, vocab=30, wide=True, seed=4)
+    for slot in range(3):
+        q = torch.zeros(30)
+        if made.q is not None:
+            q[made.target_ids] = made.q[slot, 0]
+        # those that the draft likes far more than the target, so that none is sure to be accepted
+        a, b, c = (q - 4 * made.p[slot, 0]).topk(3).indices.tolist()
+        made.tree.tokens[slot, 1:] = torch.tensor([a, b, a, c, b])
+        walks = (exact_walk(made, rule, slot) for made.positions[slot] in range(2000))
+        assert next(walk for walk in walks if walk.path == [0] and walk.margin > MARGIN)
+    chunk, end = (Recorder(getattr(kernel.sampled_kernel, name)) for name in ("draw_chunk", "draw_end"))
+    monkeypatch.setattr(kernel.sampled_kernel, "draw_chunk", chunk)
+    monkeypatch.setattr(kernel.sampled_kernel, "draw_end", end)
+    assert agree(made, rule, made.walk(rule, kernel.verify_sampled)) == 3
+    for slot in range(3):
+        tokens = made.tree.tokens[slot, made.tree.parent[slot] == 0].tolist()
+        q = torch.zeros(30)
+        if made.q is not None:
+            q[made.target_ids] = made.q[slot, 0]
+        wanted = sequential_law(made.p[slot, 0].double(), tokens, None if made.q is None else q.double()).residual
+        a, b = chunk.arguments["scales"][slot].tolist()
+        residual = (a * made.p[slot, 0] - b * q).clamp(min=0)
+        apart, share = chunk.arguments["apart_in"][slot].long().cpu(), end.arguments["share_in"][slot].cpu()
+        assert set(apart[apart >= 0].tolist()) == set(tokens)
+        assert len(apart[apart >= 0]) == len(set(tokens))
+        residual[apart[apart >= 0]] = share[apart >= 0]
+        assert torch.allclose(residual / residual.sum(), wanted.float(), atol=1e-5)
+
+
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("same_law", [0.999, 0.5])
 def test_a_good_draft_is_walked_exactly(same_law):
