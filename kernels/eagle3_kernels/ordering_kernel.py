@@ -83,7 +83,7 @@ def store_best(kept, x_ptr, best_ptr, index_ptr, row, row_stride, K: tl.constexp
 @triton.jit
 def best_of_chunk_kernel(
     x_ptr,  # [R, size] any float dtype up to fp32, rows contiguous
-    ranks_ptr,  # out, int64 [R, parts, K]: a chunk's best in no order, ABSENT where it has fewer; None = one chunk
+    ranks_ptr,  # out, int64 [R, parts, K]: a chunk's best in no order; None = one chunk
     best_ptr,  # out, if there is one chunk: [R, K] in x's dtype
     index_ptr,  # out, if there is one chunk: int64 [R, K]
     size,
@@ -106,9 +106,8 @@ def best_of_chunk_kernel(
         store_best(kept, x_ptr, best_ptr, index_ptr, row, row_stride, K, SLOTS)
     else:
         slot = tl.arange(0, SLOTS)
-        # empty places of two chunks would be equal ranks
-        found = tl.where(kept < ABSENT + SLOTS, ABSENT, kept)
-        tl.store(ranks_ptr + (row * tl.num_programs(1) + part) * K + slot, found, mask=slot < K)
+        # a last chunk of fewer than K leaves places empty; those of the first chunk are all taken, and come first
+        tl.store(ranks_ptr + (row * tl.num_programs(1) + part) * K + slot, kept, mask=slot < K)
 
 
 @triton.jit(do_not_specialize=["candidates"])
