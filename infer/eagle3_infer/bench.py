@@ -133,7 +133,8 @@ class Bench:
             with hf_decoder(self.target) as generate:
                 yield Decoder(in_batches(generate, self.settings.batch), lambda requests: None)
         else:
-            config = EngineConfig(slots=self.settings.batch, prefill_rows=self.settings.prefill_rows)
+            s = self.settings
+            config = EngineConfig(slots=s.batch, prefill_rows=s.prefill_rows, graphs=s.graphs)
             engine = Engine(self.target, self.head if plan.tree else None, plan.tree, config, plan.rule)
             yield Decoder(engine.generate, engine.prepare)
 

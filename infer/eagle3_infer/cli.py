@@ -234,6 +234,12 @@ def _add_machine(group: Any) -> None:
         metavar="N",
         help="prompt tokens read per round (default: %(default)s)",
     )
+    group.add_argument(
+        "--graphs",
+        default=RunSettings.graphs,
+        help="auto: rounds are CUDA graphs where there is a GPU; fixed: in their shapes, but not captured; off "
+        "(default: %(default)s)",
+    )
 
 
 def _add_report(group: Any) -> None:

@@ -18,6 +18,8 @@ MATCH, TARGET_ONLY, REJECTION, THRESHOLD = "match", "target_only", "rejection", 
 RULES = (MATCH, TARGET_ONLY, REJECTION, THRESHOLD)
 NO_NOISE, SHARED_NOISE = "none", "shared"
 DRAFT_NOISES = (NO_NOISE, SHARED_NOISE)
+AUTO_GRAPHS, FIXED_SHAPES, NO_GRAPHS = "auto", "fixed", "off"
+GRAPHS = (AUTO_GRAPHS, FIXED_SHAPES, NO_GRAPHS)
 
 
 def is_integer(value: Any) -> bool:
@@ -245,7 +247,7 @@ def _is_finite(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What the engine allocates.
+    """What the engine allocates, and how it runs.
 
     Args:
         slots: requests that run at once.
@@ -253,6 +255,8 @@ class EngineConfig:
         max_tokens: K/V rows that one request may take; None = what the largest request needs.
         pages, head_pages: capacity of the pools; None = `slots` requests of the largest size.
         prefill_rows: prompt tokens read per round, of all joining requests together.
+        graphs: auto = rounds without prompts are CUDA graphs where there is a GPU; fixed = they have the graphs' fixed
+            shapes, on any device, but run as they come; off.
     """
 
     slots: int = 1
@@ -262,11 +266,19 @@ class EngineConfig:
     head_page_size: int | None = None
     head_pages: int | None = None
     prefill_rows: int = 512
+    graphs: str = AUTO_GRAPHS
 
     def __post_init__(self):
+        check_graphs(self.graphs)
         for field in fields(self):
-            if getattr(self, field.name) is None and field.default is None:
+            if field.name == "graphs" or (getattr(self, field.name) is None and field.default is None):
                 continue
             set_integers(self, field.name)
             if getattr(self, field.name) < 1:
                 raise ConfigError(f"{field.name} is {getattr(self, field.name)}; it must be 1 or more")
+
+
+def check_graphs(graphs: str) -> None:
+    """Raises ConfigError for an unknown name."""
+    if graphs not in GRAPHS:
+        raise ConfigError(f"graphs is {graphs!r}; it must be one of {', '.join(GRAPHS)}")

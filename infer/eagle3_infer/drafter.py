@@ -5,7 +5,7 @@ position i with token i + 1 and has position i, so the first drafted level runs 
 """
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -19,12 +19,13 @@ from eagle3_infer.adaptive import Controller
 from eagle3_infer.calibration import EdgeKind
 from eagle3_infer.config import RuleConfig, TreeConfig
 from eagle3_infer.kv import Block, KVPool, PagedContext
-from eagle3_infer.proposals import Proposals
+from eagle3_infer.proposals import Proposals, Propose
 from eagle3_infer.running import Running
 from eagle3_kernels.build_tree import build_tree
 from eagle3_kernels.expand_level import expand_level, grow_mask
 from eagle3_kernels.sample_nodes import mixed_ids
 from eagle3_kernels.structures import Level, Tree
+from eagle3_kernels.tree_attention import TreeView
 
 # rows of features that a sequence keeps in plain stretches before the head reads them: memory, not speed, bounds it
 MOST_BACKLOG = 2048
@@ -64,13 +65,14 @@ class Drafter:
     Attributes:
         tree: as asked for, but no wider than the draft vocabulary.
         target_ids: target id of every draft id [Vd].
+        mixed_ids: the same as the noise's hash takes them.
     """
 
     def __init__(self, target: Target, head: DraftHead, tree: TreeConfig, rule: RuleConfig, most_rows: int):
         self.target, self.head, self.rule, self.most_rows = target, head, rule, most_rows
         self.tree = tree.narrowed(head.draft_vocab_size)
         self.target_ids = head.to_target(torch.arange(head.draft_vocab_size, device=target.device))
-        self._mixed_ids = mixed_ids(self.target_ids)
+        self.mixed_ids = mixed_ids(self.target_ids)
         if tree.top_k > head.draft_vocab_size:
             warnings.warn(
                 f"tree top_k {tree.top_k} is more than the draft vocabulary of {head.draft_vocab_size}; "
@@ -136,18 +138,22 @@ class Drafter:
             useful: draft levels that are of use to each sequence.
             controller: calibrates edge scores and ends the drafting where trees adapt; None = as asked for.
         """
-        propose = Proposals(self.rule, [s.sampler for s in sequences], [s.length for s in sequences], self._mixed_ids)
+        propose = Proposals(self.rule, [s.sampler for s in sequences], [s.length for s in sequences], self.mixed_ids)
         drafted = Levels(useful, propose.kinds, controller)
         if self._deepest(drafted) < 1:
             return drafted
-        frontier = _Frontier(pool, [s.slot for s in sequences], [s.head_length for s in sequences])
+        slots, lens = [s.slot for s in sequences], [s.head_length for s in sequences]
+        self.descend(propose, Frontier(pool, partial(pool.view, slots, lens)), h, drafted)
+        return drafted
+
+    def descend(self, propose: Propose, frontier: "Frontier", h: Tensor, drafted: "Levels") -> None:
+        """Add the levels below the roots, whose states are h [B, H], to `drafted`."""
         h = h[:, None]
         level = self._expand(propose, h, torch.zeros(h.shape[:2], device=h.device), drafted)
         while self._deeper(drafted):
             parents = level.frontier_parents.unsqueeze(-1).expand(-1, -1, h.shape[-1])
             h = self._run(frontier, h.gather(1, parents), level)
             level = self._expand(propose, h, level.frontier_scores, drafted)
-        return drafted
 
     def build(self, roots: Sequence[int], drafted: "Levels") -> Draft:
         """The best nodes of all candidates below each root.
@@ -169,12 +175,11 @@ class Drafter:
                 return Draft.bare(roots, device)
         tree = build_tree(tokens, drafted.levels, nodes, deepest, limit)
         if tree.scores.isnan().any():
-            dtype = str(self.target.dtype).removeprefix("torch.")
-            raise FloatingPointError(f"the head's logits are not finite in {dtype}; try bfloat16 or float32")
+            raise head_not_finite(self.target.dtype)
         log_q = torch.cat(drafted.log_q, 1) if drafted.log_q else None
         return Draft(tree, log_q, None if log_q is None else self.target_ids)
 
-    def _expand(self, propose: Proposals, h: Tensor, scores: Tensor, drafted: "Levels") -> Level:
+    def _expand(self, propose: Propose, h: Tensor, scores: Tensor, drafted: "Levels") -> Level:
         """Add the level below a frontier with states h [B, M, H] and path scores [B, M]."""
         number = len(drafted.levels) + 1
         found = propose(self.head.logits(h), number)
@@ -203,7 +208,7 @@ class Drafter:
         weight = self.tree.level_weight ** (level - 1)
         return edges if weight == 1 else edges * weight
 
-    def _run(self, frontier: "_Frontier", h: Tensor, level: Level) -> Tensor:
+    def _run(self, frontier: "Frontier", h: Tensor, level: Level) -> Tensor:
         """One head step over a level's frontier [B, M, H]."""
         positions, ctx = frontier.extend(level.frontier_parents)
         embeds = self.head.embed(level.frontier_tokens.flatten(), self.target)
@@ -226,24 +231,30 @@ class Levels:
     log_q: list[Tensor] = field(default_factory=list)
 
 
-class _Frontier:
+class Frontier:
     """The drafted rows behind the committed ones in the head's pool: appended level by level, never re-run."""
 
-    def __init__(self, pool: KVPool, slots: Sequence[int], lens: Sequence[int]):
-        self.pool, self.slots, self.lens = pool, slots, lens
-        self.levels: list[int] = []
+    def __init__(self, pool: KVPool, view: Callable[[Tensor, Tensor, int], TreeView]):
+        """view: of drafted rows at levels [B, A], seen by the last queries of them as a packed mask says."""
+        self.pool, self.view = pool, view
+        self.depth = 0
         self.mask: Tensor | None = None
 
     def extend(self, parents: Tensor) -> tuple[Tensor, PagedContext]:
-        """Positions [B * M] and context of the next level, given its nodes' parents [B, M]."""
+        """Positions [B * M] and context of the next level, given its nodes' parents [B, M]; M is that of all levels."""
         slots, width = parents.shape
-        depth = self.levels[-1] + 1 if self.levels else 0
-        self.mask = grow_mask(self.mask, parents, len(self.levels))
-        self.levels += [depth] * width
-        levels = torch.tensor(self.levels, device=parents.device).expand(slots, -1)
-        view = self.pool.view(self.slots, self.lens, levels, self.mask, queries=width)
-        positions = (view.lens.long() + depth).repeat_interleave(width)
+        self.mask = grow_mask(self.mask, parents, self.depth * width)
+        levels = torch.arange((self.depth + 1) * width, device=parents.device) // width
+        view = self.view(levels.expand(slots, -1), self.mask, width)
+        positions = (view.lens.long() + self.depth)[:, None].expand(-1, width).flatten()
+        self.depth += 1
         return positions, PagedContext(self.pool, [Block(view, width)])
+
+
+def head_not_finite(dtype: torch.dtype) -> FloatingPointError:
+    """The error for NaN among the scores of a tree."""
+    name = str(dtype).removeprefix("torch.")
+    return FloatingPointError(f"the head's logits are not finite in {name}; try bfloat16 or float32")
 
 
 def _batches(sequences: Sequence[Running], most_rows: int) -> Iterator[list[tuple[Running, int]]]:

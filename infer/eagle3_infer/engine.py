@@ -10,23 +10,26 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 
 import torch
+from torch import Tensor
 
 from eagle3.errors import ConfigError, Eagle3Error
 from eagle3.heads.protocol import DraftHead
 from eagle3.target import Target
 from eagle3_infer.adaptive import Controller
-from eagle3_infer.config import EngineConfig, RuleConfig, TreeConfig
+from eagle3_infer.config import AUTO_GRAPHS, EngineConfig, RuleConfig, TreeConfig
 from eagle3_infer.cost_probe import measure_costs
 from eagle3_infer.costs import largest_rows
 from eagle3_infer.drafter import Draft, Drafter
+from eagle3_infer.fixed import FixedRounds
+from eagle3_infer.graphs import Backend, CudaBackend
 from eagle3_infer.kv import KVPool, PoolLayout, probe_shapes
 from eagle3_infer.memory import free_bytes
-from eagle3_infer.metrics import StageClock
+from eagle3_infer.metrics import RequestMetrics, StageClock
 from eagle3_infer.proposals import edge_kind
 from eagle3_infer.request import Request, Result, Update
 from eagle3_infer.running import CANCELLED, Chunk, Running
 from eagle3_infer.scheduler import Scheduler
-from eagle3_infer.verifier import Accepted, Forward, Verifier
+from eagle3_infer.verifier import Accepted, Forward, Verifier, Walked
 from eagle3_kernels.relocate_kv import relocate_kv
 
 __all__ = ["Engine", "Request", "Result", "Update"]
@@ -74,6 +77,10 @@ class Engine:
         self._open: set[int] = set()
         self._cancelled: set[int] = set()
         self._in_use = threading.Lock()
+        # steps whose seconds are not booked yet
+        self._late: list[tuple[StageClock, list[RequestMetrics]]] = []
+        # rounds of fixed shapes, where the configuration and the device want them
+        self.fixed: FixedRounds | None = None
 
     @torch.inference_mode()
     def _layouts(self) -> list[PoolLayout]:
@@ -114,6 +121,8 @@ class Engine:
             self.verifier.reserve(self.scheduler.rows_at_once(requests))
             if self.drafter is not None and self.drafter.tree.adaptive:
                 self._prepare_controller(self.drafter)
+            if self.scheduler.fixed:
+                self._prepare_fixed()
 
     def _prepare_controller(self, drafter: Drafter) -> None:
         """Costs are measured once; what memory allows is asked again, as the pools may have grown."""
@@ -127,6 +136,18 @@ class Engine:
             cost = measure_costs(drafter, self.scheduler.layouts, slots, most)
             self.controller = Controller(drafter.tree, cost, max_rows=most)
         self.controller.max_rows = most
+
+    def _prepare_fixed(self) -> None:
+        """Fixed rounds hold on to the pools: other pools, or larger requests, ask for others."""
+        pools, widths = self.scheduler.pools, self.scheduler.widths
+        if self.fixed is None or self.fixed.pools is not pools or self.fixed.widths != widths:
+            # the old ones' graphs give back their memory first
+            self.fixed = None
+            self.fixed = FixedRounds(self.target, self.drafter, self.verifier.rule, pools, widths, self._graphs())
+
+    def _graphs(self) -> Backend | None:
+        """What captures fixed rounds."""
+        return CudaBackend(self.target.device) if self.scheduler.config.graphs == AUTO_GRAPHS else None
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -193,6 +214,7 @@ class Engine:
                 self.scheduler.reset()
                 self.draft = Draft.bare([], self.target.device)
                 self._open = set()
+                self._late.clear()
 
     def cancel(self, number: int) -> None:
         """End request `number` of the run that is going with its next round; it keeps what it has emitted.
@@ -212,13 +234,29 @@ class Engine:
         if not everyone:
             return gone
         chunks = self.scheduler.chunks()
-        accepted = self._verify(clock, chunks)
-        self._draft(clock)
+        fixed = None if chunks else self._fixed_round()
+        accepted = self._verify(clock, chunks) if fixed is None else self._verify_fixed(clock, fixed)
+        if fixed is not None and fixed.drafts(self.running):
+            self._draft_fixed(clock, fixed)
+        else:
+            self._draft(clock)
         self.scheduler.release(sequence.slot for sequence in everyone if sequence.finish_reason)
-        seconds = clock.rest([sequence.metrics for sequence in everyone])
-        if self.controller is not None:
+        seconds = self._time(clock, everyone)
+        if self.controller is not None and seconds is not None:
             self._book(self.controller, accepted, seconds, prompts=bool(chunks))
         return [*gone, *(sequence for sequence in everyone if sequence.finish_reason or sequence.untold)]
+
+    def _time(self, clock: StageClock, everyone: list[Running]) -> dict[str, float] | None:
+        """Book a step's seconds; a step's in which all go on is booked with the next one, which has waited for it."""
+        clock.end()
+        for late, metrics in self._late:
+            late.rest(metrics)
+        self._late.clear()
+        metrics = [sequence.metrics for sequence in everyone]
+        if self.controller is None and not any(sequence.finish_reason for sequence in everyone):
+            self._late.append((clock, metrics))
+            return None
+        return clock.rest(metrics)
 
     def _book(self, controller: Controller, accepted: Accepted, seconds: dict[str, float], prompts: bool) -> None:
         # without a prompt in the forward, prefill is the head's way back over one that was read before
@@ -228,7 +266,13 @@ class Engine:
 
     # verify -> accept -> relocate
 
-    def _verify(self, clock: StageClock, chunks: list[Chunk]) -> Accepted:
+    def _fixed_round(self) -> FixedRounds | None:
+        """What verifies the trees in fixed shapes, where they fit."""
+        most_rows = None if self.controller is None else self.controller.max_rows
+        fits = self.fixed is not None and self.fixed.verifies(self.draft, self.running, most_rows)
+        return self.fixed if fits else None
+
+    def _verify(self, clock: StageClock, chunks: list[Chunk]) -> Walked:
         """Run the target, emit what it accepts, keep the accepted rows; the sequences that go on are then running."""
         parents = self.draft.tree.used_parents()
         counts = [len(rows) for rows in parents]
@@ -243,6 +287,20 @@ class Engine:
         with clock.stage(("relocate", old, 1)):
             self._relocate(accepted)
         self._commit(forward, accepted, chunks)
+        return accepted
+
+    def _verify_fixed(self, clock: StageClock, fixed: FixedRounds) -> Accepted:
+        """The same for a round without prompts, in fixed shapes; the head's inputs stay where it finds them."""
+        metrics = [sequence.metrics for sequence in self.running]
+        with clock.stage(("verify", metrics, 1)):
+            accepted, parents = fixed.verify(self.draft, self.running)
+        with clock.stage(("accept", metrics, 1)):
+            self._learn(accepted, parents)
+            self._emit(accepted, parents)
+        going = [sequence for sequence in self.running if not sequence.finish_reason]
+        in_place = self.drafter is None or fixed.drafts(going)
+        kept = zip(self.running, accepted.features, strict=True)
+        self._keep(kept, None if in_place else fixed.buffers.features)
         return accepted
 
     def _learn(self, accepted: Accepted, parents: list[list[int]]) -> None:
@@ -267,7 +325,7 @@ class Engine:
         for sequence, (token, logprobs) in zip(sequences, self.verifier.first_tokens(forward, sequences), strict=True):
             sequence.emit([token], logprobs)
 
-    def _relocate(self, accepted: Accepted) -> None:
+    def _relocate(self, accepted: Walked) -> None:
         """Close the gaps between accepted rows; most paths have none."""
         moving = [
             b
@@ -279,19 +337,27 @@ class Engine:
             lens = torch.tensor([s.length for s in sequences], device=self.target.device)
             relocate_kv(pool.tensors, pool.table[[s.slot for s in sequences]], lens, accepted.walk.path[moving])
 
-    def _commit(self, forward: Forward, accepted: Accepted, chunks: list[Chunk]) -> None:
-        """Count the kept rows as committed and keep their features for the head; prompts that were read now run."""
+    def _commit(self, forward: Forward, accepted: Walked, chunks: list[Chunk]) -> None:
+        """Commit what was accepted, and the rows of prompts."""
         starts = forward.starts[len(self.running) :]
         kept = [
             *zip(self.running, accepted.features, strict=True),
             *((c.sequence, range(start, start + c.rows)) for c, start in zip(chunks, starts, strict=True)),
         ]
+        self._keep(kept, None if self.drafter is None else self.verifier.capture.features)
+
+    def _keep(self, kept: Iterable[tuple[Running, Sequence[int]]], features: Tensor | None) -> None:
+        """Count the rows of those that go on as committed; prompts that were read now run.
+
+        Args:
+            features: to be kept for the head, by these rows; None = it has no need of that.
+        """
         kept = [(sequence, rows) for sequence, rows in kept if not sequence.finish_reason]
         for sequence, rows in kept:
             sequence.length += len(rows)
-        if self.drafter is not None and kept:
+        if features is not None and kept:
             rows = torch.tensor([row for _, rows in kept for row in rows], device=self.target.device)
-            parts = self.verifier.capture.features[rows].split([len(rows) for _, rows in kept])
+            parts = features[rows].split([len(rows) for _, rows in kept])
             for (sequence, _), part in zip(kept, parts, strict=True):
                 sequence.backlog.append(part)
         self.scheduler.advance()
@@ -303,6 +369,10 @@ class Engine:
         if self.controller is None:
             return True
         return bool(useful) and self.controller.speculate(useful, sum(sequence.unread for sequence in everyone))
+
+    def _draft_fixed(self, clock: StageClock, fixed: FixedRounds) -> None:
+        with clock.stage(("draft", [sequence.metrics for sequence in self.running], 1)):
+            self.draft = fixed.draft(self.running)
 
     def _draft(self, clock: StageClock) -> None:
         roots = [sequence.root for sequence in self.running]

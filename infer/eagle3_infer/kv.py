@@ -60,6 +60,7 @@ class KVPool:
         shapes: one per layer.
         slots: rows of the page table.
         pages, page_size: capacity, shared by all slots.
+        spare: further pages, which belong to one more slot that no request gets.
     """
 
     def __init__(
@@ -70,9 +71,12 @@ class KVPool:
         page_size: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        spare: int = 0,
     ):
-        self.pages, self.page_size, self.device = pages, page_size, device
-        self.table = torch.zeros(slots, pages, dtype=torch.int32, device=device)
+        self.slots, self.pages, self.page_size, self.device = slots, pages, page_size, device
+        self.table = torch.zeros(slots + bool(spare), max(pages, spare), dtype=torch.int32, device=device)
+        if spare:
+            self.table[self.spare_slot, :spare] = torch.arange(pages, pages + spare)
         self._owned: list[list[int]] = [[] for _ in range(slots)]
         self.tensors: list[Tensor] = []
         # per layer: pages of keys and of values, and the same as flat rows
@@ -80,7 +84,7 @@ class KVPool:
         for shape in dict.fromkeys(shapes):
             layers = [i for i, s in enumerate(shapes) if s == shape]
             keys, values = (
-                torch.zeros(len(layers), pages, page_size, shape.heads, dim, dtype=dtype, device=device)
+                torch.zeros(len(layers), pages + spare, page_size, shape.heads, dim, dtype=dtype, device=device)
                 for dim in (shape.key_dim, shape.value_dim)
             )
             self.tensors += [keys, values]
@@ -91,6 +95,11 @@ class KVPool:
     @property
     def layers(self) -> int:
         return len(self._paged)
+
+    @property
+    def spare_slot(self) -> int:
+        """The slot that no request gets, where there are spare pages."""
+        return self.slots
 
     def pages_for(self, rows: int) -> int:
         return -(-rows // self.page_size)

@@ -133,6 +133,7 @@ class StageClock:
         self._clock = clock or clock_for(device)
         self._spans: list[tuple[Any, Any, tuple[Share, ...]]] = []
         self._started = self._clock.mark()
+        self._ended: Any = None
 
     @contextmanager
     def stage(self, *shares: Share) -> Iterator[None]:
@@ -141,19 +142,24 @@ class StageClock:
         yield
         self._spans.append((began, self._clock.mark(), shares))
 
+    def end(self) -> None:
+        """The round ends here."""
+        self._ended = self._clock.mark()
+
     def rest(self, requests: list[RequestMetrics]) -> dict[str, float]:
-        """End the round: book its stages, and the time that none of them booked as `other`.
+        """Book the stages of the round, which ends here if not before, and the time that none of them took as `other`.
 
         Returns:
             Seconds of the round by stage.
         """
-        ended = self._clock.mark()
+        if self._ended is None:
+            self.end()
         self._clock.settle()
         totals: dict[str, float] = dict.fromkeys(STAGES, 0.0)
         for span in self._spans:
             self._book(totals, *span)
         # the sum of many small differences may pass the one large one by a rounding
-        totals["other"] = max(0.0, self._clock.between(self._started, ended) - sum(totals.values()))
+        totals["other"] = max(0.0, self._clock.between(self._started, self._ended) - sum(totals.values()))
         _add(requests, "other", totals["other"])
         self._spans.clear()
         return totals

@@ -6,7 +6,7 @@ own draw; for the rejection rule they are sampled, without replacement, from the
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -51,6 +51,17 @@ class Proposal(NamedTuple):
     log_q: Tensor
 
 
+class Propose(Protocol):
+    """Makes proposals of a head's logits [B, M, Vd] for a level of children, from 1."""
+
+    @property
+    def keeps_q(self) -> bool:
+        """Whether the rule will ask for the laws that drew the children."""
+        ...
+
+    def __call__(self, logits: Tensor, level: int) -> Proposal: ...
+
+
 class Proposals:
     """Proposes children for the slots of one round.
 
@@ -86,7 +97,7 @@ class Proposals:
         keys = log_q.clone()
         for slot in self.sampled:
             keys[slot] += mixed_gumbel(self.samplers[slot].seed, purpose, self.roots[slot] + level, self.mixed_ids)
-        edge = _by_rank if purpose == Purpose.DRAFT else _by_perturbed_law(keys, self._temperatures)
+        edge = _by_rank if purpose == Purpose.DRAFT else by_perturbed_law(keys, self._temperatures)
         if len(self.sampled) == len(self.samplers):
             return Proposal(keys, edge, log_q)
         greedy = self._temperatures == 0
@@ -117,7 +128,7 @@ def _by_rank(best: Tensor) -> Tensor:
     return torch.where(best.isnan(), best, scores)
 
 
-def _by_perturbed_law(keys: Tensor, temperature: Tensor) -> Edge:
+def by_perturbed_law(keys: Tensor, temperature: Tensor) -> Edge:
     """log softmax(keys / s) of each node's children, s by slot."""
     sharpness = temperature / DRAFT_ERROR
     normaliser = torch.logsumexp(keys * sharpness, -1, keepdim=True)

@@ -61,6 +61,13 @@ class Sampler:
         """Whether the largest raw logit is all that is ever asked."""
         return self.greedy and not (self.processors or self.forced or self.logprobs)
 
+    @property
+    def fusable(self) -> bool:
+        """Whether the draw asks for no more than temperature, min-p and noise."""
+        filters = self.filters
+        narrow = filters.top_k or filters.top_p < 1
+        return not (self.processors or self.forced or self.logprobs or (narrow and not self.greedy))
+
     def forced_token(self, position: int) -> int | None:
         """The token that a replay prescribes at an absolute position, if any."""
         index = position - self.prompt_length

@@ -10,7 +10,7 @@ from typing import Any
 
 from eagle3.errors import ConfigError
 from eagle3.target import Target
-from eagle3_infer.config import EngineConfig, TreeConfig, shown
+from eagle3_infer.config import AUTO_GRAPHS, FIXED_SHAPES, EngineConfig, TreeConfig, shown
 from eagle3_infer.kv import KVPool, PoolLayout
 from eagle3_infer.request import Request
 from eagle3_infer.running import CANCELLED, NO_SLOT, Chunk, Running
@@ -23,6 +23,8 @@ class Scheduler:
 
     Attributes:
         pools: empty before the first `reserve`.
+        widths: pages of the largest request in each pool so far.
+        fixed: whether rounds may have fixed shapes.
         running: sequences that decode, in the order of their trees.
         reading: sequences whose prompts are not read to the end.
     """
@@ -30,6 +32,9 @@ class Scheduler:
     def __init__(self, target: Target, layouts: Sequence[PoolLayout], tree: TreeConfig | None, config: EngineConfig):
         self.target, self.layouts, self.tree, self.config = target, layouts, tree, config
         self.pools: list[KVPool] = []
+        self.widths = [0] * len(self.layouts)
+        on_gpu = target.device.type == "cuda"
+        self.fixed = config.graphs == FIXED_SHAPES or (config.graphs == AUTO_GRAPHS and on_gpu)
         self.running: list[Running] = []
         self.reading: list[Running] = []
         both = (config.page_size, config.pages), (config.head_page_size or config.page_size, config.head_pages)
@@ -83,23 +88,36 @@ class Scheduler:
         rows = len(request.prompt_ids) + request.max_new_tokens
         if self.tree is None:
             return [rows]
-        return [rows + self.tree.nodes, rows + self.tree.top_k * (self.tree.depth - 1)]
+        # in fixed shapes the head reads a window of depth + 1 rows, of which one is committed at least
+        drafted = self.tree.top_k * (self.tree.depth - 1)
+        return [rows + self.tree.nodes, rows + (max(drafted, self.tree.depth) if self.fixed else drafted)]
+
+    def _pages(self, rows: Sequence[int]) -> list[int]:
+        """Of each pool, that hold so many rows of one slot."""
+        return [-(-needed // page_size) for needed, (page_size, _) in zip(rows, self._limits, strict=True)]
+
+    def _spare_rows(self) -> list[int]:
+        """K/V rows in each pool that the padding of fixed shapes writes: one tree."""
+        if not self.fixed:
+            return [0] * len(self.layouts)
+        if self.tree is None:
+            return [1]
+        return [self.tree.nodes + 1, self.tree.depth + 1 + self.tree.top_k * (self.tree.depth - 1)]
 
     def reserve(self, requests: Sequence[Request]) -> None:
         """Pools for as many of the largest requests as can run at once; kept while they are large enough."""
         rows = [max(each) for each in zip(*map(self.rows_needed, requests), strict=True)]
         if self.config.max_tokens is not None:
             rows = [self.config.max_tokens] * len(rows)
-        at_once = min(self.config.slots, len(requests))
-        pages = [
-            at_once * -(-needed // page_size) if fixed is None else fixed
-            for needed, (page_size, fixed) in zip(rows, self._limits, strict=True)
-        ]
+        at_once, needed = min(self.config.slots, len(requests)), self._pages(rows)
+        spare = self._pages(self._spare_rows())
+        pages = [at_once * n if fixed is None else fixed for n, (_, fixed) in zip(needed, self._limits, strict=True)]
+        self.widths = [max(each) for each in zip(self.widths, needed, spare, strict=True)]
         if self.pools and all(pool.pages >= p for pool, p in zip(self.pools, pages, strict=True)):
             return
         self.pools = [
-            KVPool(layout.shapes, self.config.slots, p, page_size, layout.dtype, self.target.device)
-            for layout, p, (page_size, _) in zip(self.layouts, pages, self._limits, strict=True)
+            KVPool(layout.shapes, self.config.slots, p, page_size, layout.dtype, self.target.device, extra)
+            for layout, p, extra, (page_size, _) in zip(self.layouts, pages, spare, self._limits, strict=True)
         ]
 
     def rows_at_once(self, requests: Sequence[Request]) -> int:

@@ -9,7 +9,16 @@ from typing import Any
 
 from eagle3.embedded import EMBEDDED
 from eagle3.errors import ConfigError
-from eagle3_infer.config import MATCH, NO_NOISE, THRESHOLD, EngineConfig, RuleConfig, SamplingConfig, TreeConfig
+from eagle3_infer.config import (
+    MATCH,
+    NO_NOISE,
+    THRESHOLD,
+    EngineConfig,
+    RuleConfig,
+    SamplingConfig,
+    TreeConfig,
+    check_graphs,
+)
 from eagle3_infer.request import has_surrogate
 
 RANDOM_DRAFT = "random"
@@ -65,6 +74,7 @@ class RunSettings:
     kernels: str | None = None
     batch: int = 1
     prefill_rows: int = EngineConfig.prefill_rows
+    graphs: str = EngineConfig.graphs
     repeats: int = 1
     hf: bool = True
     logprobs: bool = False
@@ -87,6 +97,7 @@ class RunSettings:
         _check_texts("--bad-word", self.bad_words, "forbids nothing")
         if self.json is not None:
             check_writable(Path(self.json))
+        check_graphs(self.graphs)
         self.plans()
 
     def plans(self) -> list[ModePlan]:

@@ -41,17 +41,26 @@ class Accepted:
     """What a round accepted of each running sequence's tree.
 
     Args:
-        walk: as the op gives it.
-        paths: accepted rows, root first; features: the same as rows of the packed forward; runs: the tokens after
+        paths: accepted rows, root first; features: the same as rows of the feature buffer; runs: the tokens after
             them. Host lists, copied once.
         logprobs: of the runs, where they are wanted.
     """
 
-    walk: Walk
     paths: list[list[int]]
     features: list[list[int]]
     runs: list[list[int]]
     logprobs: list[list[float]]
+
+
+@dataclass(frozen=True)
+class Walked(Accepted):
+    """Accepted rows that are still where the forward put them.
+
+    Args:
+        walk: as the op gives it.
+    """
+
+    walk: Walk
 
 
 class Verifier:
@@ -108,7 +117,7 @@ class Verifier:
             blocks.append(Block(view, count))
         return ids, positions, blocks
 
-    def accept(self, forward: Forward, draft: Draft, running: Sequence[Running]) -> Accepted:
+    def accept(self, forward: Forward, draft: Draft, running: Sequence[Running]) -> Walked:
         """Walk each running sequence's tree along what its rule accepts."""
         starts = torch.tensor(forward.starts[: len(running)], dtype=torch.int64, device=self.target.device)
         rule = RoundRule(self.rule, forward.tree_logits, forward.starts, draft, running)
@@ -118,7 +127,7 @@ class Verifier:
         window = walk.path.shape[1]
         rows = torch.cat([walk.path, step.rows, step.tokens, step.count[:, None]], 1).tolist()
         paths, features, runs = ([row[at : at + row[-1]] for row in rows] for at in (0, window, 2 * window))
-        return Accepted(walk, paths, features, runs, rule.logprobs)
+        return Walked(paths, features, runs, rule.logprobs, walk)
 
     def first_tokens(self, forward: Forward, sequences: Sequence[Running]) -> list[tuple[int, list[float]]]:
         """The token after each prompt that was read to its end, and its log-probability where that is wanted."""

@@ -100,6 +100,16 @@ def mixed_gumbel(seed: int, purpose: Purpose, position: int, mixed: Tensor) -> T
     return to_gumbel(_integers(seed, purpose, position, mixed))
 
 
+def keyed_gumbel(seeds: Tensor, purpose: Purpose, positions: Tensor, mixed: Tensor) -> Tensor:
+    """`mixed_gumbel` with keys on the device: seeds, positions int64 [B], both below 2^32; mixed [V] -> [B, V]."""
+    state = torch.full_like(seeds, _signed(_GOLDEN), dtype=torch.int32)
+    for word in (seeds, torch.full_like(seeds, purpose), positions):
+        # its low half, then its high one: 0, and so is the mix of that
+        state = mix_words((state ^ mixed_ids(word)).add_(_signed(_GOLDEN)))
+        state = mix_words(state.add_(_signed(_GOLDEN)))
+    return to_gumbel(mix_words(state[:, None] ^ mixed).long().bitwise_and_(_MASK))
+
+
 def vocabulary_gumbel(seed: int, purpose: Purpose, position: int, vocab_size: int, device: torch.device) -> Tensor:
     """`gumbel` of every id below vocab_size."""
     return mixed_gumbel(seed, purpose, position, _mixed_vocabulary(vocab_size, device))
