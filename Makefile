@@ -1,14 +1,15 @@
-# make setup | demo | test | test-full | lint      PYTHON=python3.12 picks another interpreter, VENV= another place
+# make setup | demo | test | test-full | lint | gpu-check
+# PYTHON=python3.12 picks another interpreter, VENV= another place
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-EXTRAS ?= train,dev
+EXTRAS ?= train,dev,gpu
 # pytest workers; each runs torch on one thread
 WORKERS ?= 2
 CORES := $(shell nproc 2>/dev/null || echo 2)
 RUN := runs/demo
 
-.PHONY: setup demo demo-train demo-infer test test-full lint clean
+.PHONY: setup demo demo-train demo-infer test test-full lint gpu-check clean
 
 setup: $(VENV)/.stamp
 
@@ -38,6 +39,10 @@ test: setup
 
 test-full: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "full or not full"
+
+# every kernel on this machine's GPU: values, the engine's oracles, timings; DRY=1 checks what needs no GPU
+gpu-check: setup
+	$(BIN)/python kernels/gpu_check.py $(if $(DRY),--dry)
 
 lint: setup
 	$(BIN)/ruff check .

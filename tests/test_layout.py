@@ -32,7 +32,7 @@ TRAINING_ONLY = {"accelerate", "datasets", "deepspeed", "wandb"}
 KERNELS_MAY_IMPORT = {"torch", "triton"}
 SCRIPTS = {
     "train": {"train_draft.py", "prepare_data.py", "regenerate.py", "dump_features.py", "export_draft.py"},
-    "kernels": {"bench_kernels.py"},
+    "kernels": {"bench_kernels.py", "gpu_check.py"},
     "recipes": {"run_ablations.py"},
     "infer": set(),
 }

@@ -297,6 +297,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(markdown_table(rows)))
     faults = [text for row in rows if (text := fault(row))]
     print("\n".join(faults), file=sys.stderr, end="\n" if faults else "")
+    if not options.markdown:
+        print(f"{len(rows)} compilations, {len(faults)} that may not be used")
     return bool(faults)
 
 
