@@ -156,7 +156,7 @@ def test_steps_run_compiled_and_undirected(check, monkeypatch):
         env = check["environment"](step)
         assert not {"TRITON_INTERPRET", "EAGLE3_KERNELS"} & set(env)
         assert all((KERNELS.parent / part).is_file() for part in step.command if part.endswith(".py"))
-    kernels = steps["kernels equal their references"]
+    kernels = steps["kernels and engine, fp32"]
     assert kernels.env == {"EAGLE3_TEST_DEVICE": "cuda"}
     assert "tests/kernels/test_triton_small.py" in kernels.command
     assert sum(step.seconds for step in steps.values()) < 8 * 60
