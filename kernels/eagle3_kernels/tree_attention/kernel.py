@@ -303,13 +303,14 @@ def choose_blocks(rows: int, dim: int, value_dim: int, dtype: torch.dtype, rocm:
     """
     tile, widest = max(16, _power_of_two(rows)), max(dim, value_dim)
     if dtype.itemsize > 2:
-        return Blocks(16, 32 if widest <= 128 else 16, 8, 2)
+        return Blocks(16, 16, 8, 2 if rocm else 3)
     if widest > 256:
         return Blocks(16, 16, 4, 2)
     if dim + value_dim > 320:
         return Blocks(min(tile, 32), 32, 8, 2) if rocm else Blocks(min(tile, 64), 32, 8, 3)
     if not rocm:
-        return Blocks(min(tile, 128), 64 if dim + value_dim <= 256 else 32, 8 if tile > 64 else 4, 3)
+        narrow = dim + value_dim <= 256 and widths(dim)[1] == widths(value_dim)[1] == 0
+        return Blocks(min(tile, 128), 64 if narrow else 32, 8 if tile > 32 else 4, 3)
     if tile == 16:
         return Blocks(16, 64, 4, 2)
     return Blocks(128 if tile > 64 and 128 < dim + value_dim <= 256 else 64, 64, 8, 1 if widest <= 64 else 2)
