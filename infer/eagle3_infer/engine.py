@@ -28,6 +28,7 @@ from eagle3_infer.metrics import RequestMetrics, StageClock
 from eagle3_infer.proposals import edge_kind
 from eagle3_infer.request import Request, Result, Update
 from eagle3_infer.running import CANCELLED, Chunk, Running
+from eagle3_infer.sampling import Sampler
 from eagle3_infer.scheduler import Scheduler
 from eagle3_infer.verifier import Accepted, Forward, Verifier, Walked
 from eagle3_kernels.relocate_kv import relocate_kv
@@ -122,7 +123,8 @@ class Engine:
             if self.drafter is not None and self.drafter.tree.adaptive:
                 self._prepare_controller(self.drafter)
             if self.scheduler.fixed:
-                self._prepare_fixed()
+                samplers = [Sampler.of(request) for request in requests]
+                self._prepare_fixed().prepare(samplers, self._most_rows)
 
     def _prepare_controller(self, drafter: Drafter) -> None:
         """Costs are measured once; what memory allows is asked again, as the pools may have grown."""
@@ -137,13 +139,19 @@ class Engine:
             self.controller = Controller(drafter.tree, cost, max_rows=most)
         self.controller.max_rows = most
 
-    def _prepare_fixed(self) -> None:
+    def _prepare_fixed(self) -> FixedRounds:
         """Fixed rounds hold on to the pools: other pools, or larger requests, ask for others."""
         pools, widths = self.scheduler.pools, self.scheduler.widths
         if self.fixed is None or self.fixed.pools is not pools or self.fixed.widths != widths:
             # the old ones' graphs give back their memory first
             self.fixed = None
             self.fixed = FixedRounds(self.target, self.drafter, self.verifier.rule, pools, widths, self._graphs())
+        return self.fixed
+
+    @property
+    def _most_rows(self) -> int | None:
+        """That one forward may verify, where memory bounds adaptive trees."""
+        return None if self.controller is None else self.controller.max_rows
 
     def _graphs(self) -> Backend | None:
         """What captures fixed rounds."""
@@ -268,8 +276,7 @@ class Engine:
 
     def _fixed_round(self) -> FixedRounds | None:
         """What verifies the trees in fixed shapes, where they fit."""
-        most_rows = None if self.controller is None else self.controller.max_rows
-        fits = self.fixed is not None and self.fixed.verifies(self.draft, self.running, most_rows)
+        fits = self.fixed is not None and self.fixed.verifies(self.draft, self.running, self._most_rows)
         return self.fixed if fits else None
 
     def _verify(self, clock: StageClock, chunks: list[Chunk]) -> Walked:

@@ -2,7 +2,8 @@
 
 What changes from round to round lies in buffers that never move: the trees, what was accepted of them, and a table of
 numbers per slot for each half, which the host sends. A half is a function of these alone, so it can be captured once
-and replayed; run twice it leaves what it leaves once. The host waits once a round, to read what was accepted.
+and replayed; run twice it leaves what it leaves once. The host waits once a round, to read what was accepted (and for
+logits, where it decides by them).
 
 Batches are padded to a bucket of slots. A padded row has pages of its own (the pools' spare ones) and stays a bare
 root; rows that a tree does not use see only themselves.
@@ -19,6 +20,7 @@ from eagle3_infer.fixed_verify import FixedVerifier
 from eagle3_infer.graphs import Backend, GraphCache
 from eagle3_infer.kv import KVPool
 from eagle3_infer.running import Running
+from eagle3_infer.sampling import Sampler
 from eagle3_infer.verifier import Accepted
 
 
@@ -52,9 +54,20 @@ class FixedRounds:
         self._drafted: Draft | None = None
         self._rows: dict[int, int] = {}
 
+    def prepare(self, samplers: Sequence[Sampler], most_rows: int | None = None) -> None:
+        """Capture what a run of such requests will replay, on padding alone, so that none of them waits for it."""
+        if self.graphs.backend is None:
+            return
+        for rows in sorted({self._bucket(sequences) for sequences in range(1, min(self.slots, len(samplers)) + 1)}):
+            for shape in self.shapes:
+                if most_rows is None or rows * shape.rows <= most_rows:
+                    self.verifier.prepare(samplers, rows, shape)
+            if self.drafter is not None and not self.adaptive:
+                self.drafter.prepare(samplers, rows, self.shapes[-1])
+
     def verifies(self, draft: Draft, running: Sequence[Running], most_rows: int | None = None) -> bool:
         """Whether `verify` is for them: padding may not ask for more than `most_rows` rows."""
-        rows = self._bucket(running) * self._shape(draft).rows if running else 0
+        rows = self._bucket(len(running)) * self._shape(draft).rows if running else 0
         return bool(rows) and (most_rows is None or rows <= most_rows)
 
     def verify(self, draft: Draft, running: Sequence[Running]) -> tuple[Accepted, list[list[int]]]:
@@ -64,7 +77,7 @@ class FixedRounds:
         if shape.nodes and draft is not self._drafted:
             self.buffers.load(shape, draft.tree)
         self._rows = {sequence.slot: row for row, sequence in enumerate(running)}
-        return self.verifier(draft, running, self._bucket(running), shape)
+        return self.verifier(draft, running, self._bucket(len(running)), shape)
 
     def drafts(self, running: Sequence[Running]) -> bool:
         """Whether `draft` is for those who go on.
@@ -83,7 +96,7 @@ class FixedRounds:
         """Draft below the new roots of those who go on of the sequences just verified."""
         assert self.drafter is not None
         rows = [self._rows[sequence.slot] for sequence in running]
-        self.drafter(running, rows, self._bucket(running), self.shapes[-1])
+        self.drafter(running, rows, self._bucket(len(running)), self.shapes[-1])
         self._drafted = Draft(self.buffers.tree(self.shapes[-1], len(running)))
         return self._drafted
 
@@ -91,6 +104,6 @@ class FixedRounds:
         """The smallest that holds the trees."""
         return next(shape for shape in self.shapes if shape.rows >= draft.tree.tokens.shape[1])
 
-    def _bucket(self, running: Sequence[Running]) -> int:
-        """Batch rows that these are padded to: 1, 2, 4, ... or all slots."""
-        return min(1 << (len(running) - 1).bit_length(), self.slots)
+    def _bucket(self, sequences: int) -> int:
+        """Batch rows that so many are padded to: 1, 2, 4, ... or all slots."""
+        return min(1 << (sequences - 1).bit_length(), self.slots)

@@ -13,6 +13,7 @@ from eagle3_infer.graphs import GraphCache
 from eagle3_infer.kv import Block, KVPool, PagedContext
 from eagle3_infer.proposals import Proposal, by_perturbed_law
 from eagle3_infer.running import Running
+from eagle3_infer.sampling import Sampler
 from eagle3_kernels.build_tree import build_tree
 from eagle3_kernels.sample_nodes import Purpose
 from eagle3_kernels.sample_nodes.noise import keyed_gumbel
@@ -39,8 +40,24 @@ class FixedDrafter:
         Args:
             verified: batch row of each sequence in the verification.
         """
+        self._send(running, verified, rows)
+        noisy = self._noisy([sequence.sampler for sequence in running])
+        self.graphs.run(("draft", rows, shape, noisy), partial(self._draft, rows, shape, noisy))
+        for sequence in running:
+            sequence.head_length = sequence.length
+
+    def prepare(self, samplers: Sequence[Sampler], rows: int, shape: Shape) -> None:
+        """Capture what requests of such samplers replay; padding alone is drafted for."""
+        self._send([], [], rows)
+        for noisy in {self._noisy([sampler]) for sampler in samplers}:
+            self.graphs.prepare(("draft", rows, shape, noisy), partial(self._draft, rows, shape, noisy))
+
+    def _noisy(self, samplers: Sequence[Sampler]) -> bool:
+        return self.drafter.rule.draft_noise == SHARED_NOISE and not all(sampler.greedy for sampler in samplers)
+
+    def _send(self, running: Sequence[Running], verified: Sequence[int], rows: int) -> None:
         samplers, padding = [sequence.sampler for sequence in running], [0] * (rows - len(running))
-        # a padded row reads the first sequence's window, and no level is of use to it: its tree stays a bare root
+        # a padded row reads the first row's window, and no level is of use to it: its tree stays a bare root
         self.table.send(
             slot=[sequence.slot for sequence in running] + [self.pool.spare_slot] * len(padding),
             length=[sequence.head_length for sequence in running] + padding,
@@ -49,10 +66,6 @@ class FixedDrafter:
             seed=[sampler.seed for sampler in samplers] + padding,
             temperature=[sampler.filters.temperature for sampler in samplers] + padding,
         )
-        noisy = self.drafter.rule.draft_noise == SHARED_NOISE and not all(sampler.greedy for sampler in samplers)
-        self.graphs.run(("draft", rows, shape, noisy), partial(self._draft, rows, shape, noisy))
-        for sequence in running:
-            sequence.head_length = sequence.length
 
     def _draft(self, rows: int, shape: Shape, noisy: bool) -> None:
         step = FirstStep(*(part[self.table["row"][:rows]] for part in self.buffers.step))

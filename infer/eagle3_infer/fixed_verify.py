@@ -14,6 +14,7 @@ from eagle3_infer.graphs import GraphCache
 from eagle3_infer.kv import Block, KVPool, PagedContext
 from eagle3_infer.rules import RoundRule
 from eagle3_infer.running import Running
+from eagle3_infer.sampling import Sampler
 from eagle3_infer.verifier import Accepted
 from eagle3_kernels.gather_first_step import gather_first_step
 from eagle3_kernels.relocate_kv import relocate_kv
@@ -56,8 +57,9 @@ class FixedVerifier:
             FloatingPointError: logits that are not finite: the target's, or the head's when it drafted a tree.
         """
         self._send(running, rows)
-        if self.rule.rule == MATCH and all(sequence.sampler.fusable for sequence in running):
-            noisy = not all(sequence.sampler.greedy for sequence in running)
+        samplers = [sequence.sampler for sequence in running]
+        if all(map(self._fuses, samplers)):
+            noisy = not all(sampler.greedy for sampler in samplers)
             self.graphs.run(("verify", rows, shape, noisy), partial(self._verify, rows, shape, noisy))
             logprobs: list[list[float]] = [[] for _ in running]
         else:
@@ -65,6 +67,19 @@ class FixedVerifier:
             logprobs = self._decide(logits, draft, running, shape)
             self.graphs.run(("accept", rows, shape), partial(self._accept, rows, shape, first(self.walk, rows)))
         return self._read(logprobs, shape)
+
+    def prepare(self, samplers: Sequence[Sampler], rows: int, shape: Shape) -> None:
+        """Capture what requests of such samplers replay; padding alone is verified."""
+        self._send([], rows)
+        for noisy in {not sampler.greedy for sampler in samplers if self._fuses(sampler)}:
+            self.graphs.prepare(("verify", rows, shape, noisy), partial(self._verify, rows, shape, noisy))
+        if not all(map(self._fuses, samplers)):
+            self.graphs.prepare(("forward", rows, shape), partial(self._forward, rows, shape))
+            self.graphs.prepare(("accept", rows, shape), partial(self._accept, rows, shape, first(self.walk, rows)))
+
+    def _fuses(self, sampler: Sampler) -> bool:
+        """Whether the device decides its walks."""
+        return self.rule.rule == MATCH and sampler.fusable
 
     def _send(self, running: Sequence[Running], rows: int) -> None:
         samplers, padding = [sequence.sampler for sequence in running], [0] * (rows - len(running))

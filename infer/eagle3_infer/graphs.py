@@ -57,9 +57,13 @@ class GraphCache:
         self.backend = backend
         self._graphs: dict[Hashable, tuple[Callable[[], None], Any]] = {}
 
-    def run(self, key: Hashable, work: Callable[[], T]) -> T:
+    def prepare(self, key: Hashable, work: Callable[[], object]) -> None:
+        """Capture now what `run` would capture at its first call."""
         if self.backend is not None and key not in self._graphs:
             self._capture(self.backend, key, work)
+
+    def run(self, key: Hashable, work: Callable[[], T]) -> T:
+        self.prepare(key, work)
         if key not in self._graphs:
             return work()
         replay, result = self._graphs[key]
@@ -74,4 +78,4 @@ class GraphCache:
             self.backend = None
             self._graphs.clear()
             reason = next(iter(str(error).splitlines()), type(error).__name__)
-            warnings.warn(f"rounds run without CUDA graphs, as {key} could not be captured: {reason}", stacklevel=3)
+            warnings.warn(f"rounds run without CUDA graphs, as {key} could not be captured: {reason}", stacklevel=4)

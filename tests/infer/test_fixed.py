@@ -15,7 +15,9 @@ from eagle3_infer.config import EngineConfig, RuleConfig, SamplingConfig, TreeCo
 from eagle3_infer.drafter import Draft
 from eagle3_infer.engine import Engine, Request, Result
 from eagle3_infer.fixed_buffers import Buffers, Shape
+from eagle3_infer.fixed_verify import FixedVerifier
 from eagle3_infer.graphs import Backend
+from eagle3_infer.metrics import HostClock
 from eagle3_kernels.build_tree import build_tree
 from eagle3_kernels.expand_level import expand_level
 from eagle3_kernels.sample_nodes import Purpose, mixed_gumbel, mixed_ids
@@ -65,7 +67,7 @@ class FixedEngine(CheckedEngine):
         return self.backend
 
     def _verify_fixed(self, clock, fixed):
-        self.rounds[fixed._bucket(self.running)] += 1
+        self.rounds[fixed._bucket(len(self.running))] += 1
         return super()._verify_fixed(clock, fixed)
 
     def _verify(self, clock, chunks):
@@ -88,14 +90,18 @@ def told(results: list[Result]) -> list[tuple]:
     ]
 
 
-def compare(requests, tree, slots=1, rule=None, family="llama", backend=None) -> FixedEngine:
+def compare(requests, tree, slots=1, rule=None, family="llama", backend: FakeGraphs | None = None) -> FixedEngine:
     """Both kinds of rounds give the same; the engine of the fixed ones is returned."""
     w = world(family)
     head = w.head if tree else None
     plain = Engine(w.target, head, tree, EngineConfig(slots=slots, page_size=8), rule)
     config = EngineConfig(slots=slots, page_size=8, head_page_size=4, graphs="fixed")
     engine = FixedEngine(w.target, head, tree, config, rule, backend=backend)
+    engine.prepare(requests)
+    captures = backend.captures if backend else 0
     results, expected = engine.generate(requests), plain.generate(requests)
+    # no request waits for a capture
+    assert backend is None or backend.captures == captures
     assert told(results) == told(expected)
     for ours, theirs in zip(results, expected, strict=True):
         assert (ours.logprobs is None) == (theirs.logprobs is None)
@@ -259,10 +265,37 @@ def test_logits_that_are_not_finite_end_the_run(sampling):
 def test_rounds_are_graphs(tree, slots, rule, sampling):
     """A replay does what was captured, op by op, on the same addresses; warm-up runs leave what one run leaves."""
     compare(world().requests(sampling), tree, slots, rule, backend=(graphs := FakeGraphs()))
+    # verify and draft; where the host decides, the verification is two
     halves = 1 if tree is None else 3 if rule and rule.rule == "target_only" else 2
-    # one graph of each half for each bucket; kinds of draws come on top
-    assert halves <= graphs.captures <= 2 * halves * 3
-    assert graphs.replays > 0
+    # buckets of 1, 2 and 3, or of 1 and 2
+    assert graphs.captures == halves * slots
+    assert graphs.replays > graphs.captures
+
+
+def test_the_host_waits_once_a_round(monkeypatch):
+    """To read what was accepted; clocks are looked at when that has happened, but for the round that ends a request."""
+    w, reads, waits = world(), [0], []
+
+    class Noting(HostClock):
+        """Knows whether the device may still be at work: whether the host has read since the last mark."""
+
+        def mark(self):
+            self.marked = reads[0]
+            return super().mark()
+
+        def settle(self):
+            waits.append(self.marked == reads[0])
+
+    read = FixedVerifier._read
+    monkeypatch.setattr(FixedVerifier, "_read", lambda *args: reads.append(reads.pop() + 1) or read(*args))
+    monkeypatch.setattr("eagle3_infer.metrics.clock_for", Noting)
+    engine = Engine(w.target, w.head, TREE, EngineConfig(page_size=8, graphs="fixed"))
+    result = engine.generate_one(Request(w.prompts[0], max_new_tokens=NEW))
+    assert result.token_ids == w.reply
+    assert reads == [result.rounds]
+    # the prompt's round is timed like the others
+    assert waits == [False] * result.rounds + [True]
+    assert min(result.seconds[stage] for stage in ("prefill", "verify", "draft")) > 0
 
 
 def test_padded_trees_are_trees():
