@@ -96,6 +96,16 @@ def test_greedy_is_the_references(dtype, count, vocab, block, programs, monkeypa
     assert tokens.tolist() == reference.greedy_nodes(logits.cpu()).tolist() == expected
 
 
+def test_ties_go_to_the_lowest_id_across_blocks_and_chunks(monkeypatch):
+    """Equal scores in one lane of two blocks, in two chunks, everywhere."""
+    monkeypatch.setattr(kernel, "BLOCK", 4)
+    logits = torch.zeros(4, 40, device=device())
+    logits[1, [9, 13, 33]] = logits[2, [31, 35]] = 1.0
+    for programs in (1, 8, 40):
+        monkeypatch.setattr(kernel, "PROGRAMS", programs)
+        assert kernel.greedy_nodes(logits).tolist() == [0, 9, 31, 0]
+
+
 def test_greedy_reads_rows_of_a_wider_buffer(monkeypatch):
     monkeypatch.setattr(kernel, "BLOCK", 16)
     wide = rows(6, 100)

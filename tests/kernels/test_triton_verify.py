@@ -281,10 +281,15 @@ def test_what_is_left_after_rejections_is_the_residual(rule, monkeypatch):
         if made.q is not None:
             q[made.target_ids] = made.q[slot, 0]
         # those that the draft likes far more than the target, so that none is sure to be accepted
-        a, b, c = (q - 4 * made.p[slot, 0]).topk(3).indices.tolist()
+        a, b = (q - 4 * made.p[slot, 0]).topk(2).indices.tolist()
+        # one that it cannot draw: skipped, and it keeps its share
+        c = int((made.p[slot, 0] - 10 * q).argmax())
         made.tree.tokens[slot, 1:] = torch.tensor([a, b, a, c, b])
+        wanted = c if rule == REJECTION and slot == 0 else None
         walks = (exact_walk(made, rule, slot) for made.positions[slot] in range(2000))
-        assert next(walk for walk in walks if walk.path == [0] and walk.margin > MARGIN)
+        assert next(
+            walk for walk in walks if walk.path == [0] and walk.margin > MARGIN and wanted in (None, walk.bonus)
+        )
     chunk, end = (Recorder(getattr(kernel.sampled_kernel, name)) for name in ("draw_chunk", "draw_end"))
     monkeypatch.setattr(kernel.sampled_kernel, "draw_chunk", chunk)
     monkeypatch.setattr(kernel.sampled_kernel, "draw_end", end)
@@ -355,6 +360,7 @@ def test_a_greedy_law_is_walked_as_by_match():
                 assert walk.bonus.tolist() == [bonus]
 
 
+@pytest.mark.usefixtures("small_blocks")
 def test_threshold_takes_the_likeliest_child_and_greedy_slots_hear_no_noise():
     p = [[0.1, 0.4, 0.4, 0.1], [0.3, 0.3, 0.2, 0.2]]
     for tokens, threshold, path, greedy in (
@@ -369,6 +375,9 @@ def test_threshold_takes_the_likeliest_child_and_greedy_slots_hear_no_noise():
             if greedy:
                 # equals go to the lowest id
                 assert walk.bonus.tolist() == [0 if path[1] > 0 else 1]
+    flat = chain_of_two([3], [[0.0, *[1 / 99] * 99]] * 2, threshold=0.5, greedy=torch.tensor([True]))
+    for by in (kernel.verify_sampled, reference.verify_sampled):
+        assert flat.walk(THRESHOLD, by).bonus.tolist() == [1]
     calm = case(THRESHOLD, 3, 6, 2, seed=8)._replace(greedy=torch.tensor([True, False, True]))
     assert agree(calm, THRESHOLD, calm.walk(THRESHOLD, kernel.verify_sampled)) == 3
 
