@@ -118,6 +118,7 @@ def test_temperatures_too_small_to_divide_by(temperature):
     [
         *({"slots": 0}, {"page_size": 0}, {"max_tokens": 0}, {"head_pages": 0}),
         *({"slots": 2.5}, {"slots": True}, {"slots": None}, {"pages": "9"}, {"prefill_rows": 1.0}),
+        *({"graphs": "on"}, {"graphs": True}, {"graphs": None}),
     ],
 )
 def test_engine_settings_out_of_range(settings):

@@ -249,7 +249,9 @@ def trees(draw) -> TreeConfig:
 
 @st.composite
 def engine_configs(draw) -> EngineConfig:
-    """Slots, prompts in chunks or whole, and pools with room for all slots or for little more than one request."""
+    """Slots, prompts in chunks or whole, pools with room for all slots or for little more than one request, rounds of
+    fixed shapes or not.
+    """
     # of any prompt, output and tree
     largest = 7 + LONGEST + 40
     pages = draw(st.sampled_from([None, -(-largest // 4)]))
@@ -259,6 +261,7 @@ def engine_configs(draw) -> EngineConfig:
         pages=pages,
         head_pages=pages,
         prefill_rows=draw(st.sampled_from([1, 3, 512])),
+        graphs=draw(st.sampled_from(["off", "fixed"])),
     )
 
 
