@@ -5,6 +5,7 @@ beyond a slot's end (they are NaN here), a launcher that asks the device for its
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from eagle3_kernels.bits import pack_bits
-from eagle3_kernels.testing import assert_within_budget, device, poisoned
+from eagle3_kernels.testing import device, error_budget, poisoned
 from eagle3_kernels.tree_attention import TreeView, reference, tree_attention
 
 kernel = pytest.importorskip("eagle3_kernels.tree_attention.kernel", reason="needs triton", exc_type=ImportError)
@@ -105,23 +106,21 @@ def make(case: Case) -> Inputs:
     return Inputs(rows, pools[0].to(at)[1], pools[1].to(at)[1], view, sinks)
 
 
-def formula(
-    inputs: Inputs, scaling: float, window: int | None, softcap: float | None, dtype, backwards=False
-) -> Tensor:
+def formula(case: Case, inputs: Inputs, dtype: torch.dtype, backwards: bool = False) -> Tensor:
     """The formula over gathered rows: in float64 exact, else plain PyTorch; `backwards` adds up in the other order."""
     view, outputs = inputs.view, []
     for slot, queries in enumerate(inputs.query.to(dtype)):
         rows = torch.arange(view.length(slot), device=queries.device)
         pages, offsets = view.page_table[slot].long()[rows // inputs.keys.shape[1]], rows % inputs.keys.shape[1]
         key, value = (pool[pages, offsets].to(dtype) for pool in (inputs.keys, inputs.values))
-        bias = view.bias(slot, window, 1, torch.float64)
+        bias = view.bias(slot, case.window, 1, torch.float64)
         bias = torch.zeros(len(queries), len(rows), device=rows.device) if bias is None else bias
         if backwards:
             queries, key, value, bias = queries.flip(-1), key.flip(0, -1), value.flip(0), bias.flip(-1)
         group = queries.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(group, 1) for x in (key, value))
-        scores = torch.einsum("nhd,lhd->hnl", queries, key) * scaling
-        scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+        scores = torch.einsum("nhd,lhd->hnl", queries, key) / math.sqrt(case.dim)
+        scores = scores if case.softcap is None else case.softcap * torch.tanh(scores / case.softcap)
         wide = torch.promote_types(dtype, torch.float32)
         scores = scores.to(wide) + bias.to(wide)
         if inputs.sinks is not None:
@@ -131,21 +130,34 @@ def formula(
     return torch.stack(outputs)
 
 
-def check(case: Case, monkeypatch: pytest.MonkeyPatch, budget=assert_within_budget) -> None:
+def attention(run: Callable[..., Tensor], case: Case, inputs: Inputs) -> Tensor:
+    tensors = inputs.query, inputs.keys, inputs.values
+    return run(*tensors, inputs.view, 1 / math.sqrt(case.dim), case.window, case.softcap, inputs.sinks)
+
+
+def budget_of(case: Case, inputs: Inputs) -> float:
+    """Twice plain PyTorch's largest error, in three orders of its sums: a few rows' largest is a matter of luck."""
+    exact = formula(case, inputs, torch.float64)
+    plain = [formula(case, inputs, case.dtype, backwards) for backwards in (False, True)]
+    return max(error_budget(out, exact) for out in (attention(reference.tree_attention, case, inputs), *plain))
+
+
+def check(case: Case, monkeypatch: pytest.MonkeyPatch, roundings: int = 0) -> None:
+    """The kernel is within the budget of three draws, give or take some `roundings` of values and scores."""
     monkeypatch.setattr(kernel, "processors", lambda at: case.processors)
     inputs = make(case)
-    arguments = (1 / math.sqrt(case.dim), case.window, case.softcap)
-    call = (inputs.query, inputs.keys, inputs.values, inputs.view, *arguments, inputs.sinks)
     with poisoned():
-        ours = tree_attention(*call)
+        ours = attention(tree_attention, case, inputs)
     # nothing was copied to the host, so this was no reference, either
     assert not {"_lens", "_runs"} & set(vars(inputs.view))
+    exact = formula(case, inputs, torch.float64)
     assert ours.is_contiguous()
-    exact = formula(inputs, *arguments, torch.float64)
-    # a few rows' largest error is a matter of luck: plain PyTorch's is taken from three orders of its sums
-    plain = [formula(inputs, *arguments, case.dtype, backwards) for backwards in (False, True)]
-    eager = max([reference.tree_attention(*call), *plain], key=lambda out: (out - exact).abs().max().item())
-    budget(ours, eager, exact)
+    assert (ours.shape, ours.dtype) == (exact.shape, case.dtype)
+    others = [replace(case, seed=case.seed + 1000 * i) for i in (1, 2)]
+    budget = max([budget_of(case, inputs), *(budget_of(other, make(other)) for other in others)])
+    budget += roundings * torch.finfo(case.dtype).eps * (1 + exact.abs().max().item())
+    off = (ours.double() - exact).abs()
+    assert (off <= budget).all(), f"off by {off.max().item():.3g}, allowed {budget:.3g}"
 
 
 def grid_case(i: int, j: int, k: int) -> Case:
@@ -255,12 +267,6 @@ def test_nan_of_a_query_stays_its_own():
 @given(data=st.data())
 def test_any_shape(data):
     """Property: whatever the shape, the kernel equals the formula but for rounding."""
-
-    def close(ours, eager, exact):
-        # with a handful of values, twice the error of others is no bound: a few roundings of scores and values on top
-        off = (ours.double() - exact).abs().max()
-        assert off <= 2 * (eager - exact).abs().max() + 16 * torch.finfo(torch.float32).eps * (1 + exact.abs().max())
-
     pick = lambda *values: data.draw(st.sampled_from(values))  # noqa: E731
     number = lambda low, high: data.draw(st.integers(low, high))  # noqa: E731
     case = Case(
@@ -281,7 +287,8 @@ def test_any_shape(data):
         seed=number(0, 999),
     )
     with pytest.MonkeyPatch.context() as monkeypatch:
-        check(case, monkeypatch, close)
+        # with a handful of values, twice the error of others is no bound
+        check(case, monkeypatch, roundings=16)
 
 
 @pytest.mark.parametrize("dim", [1, 15, 16, 17, 32, 80, 96, 100, 128, 192, 256, 576])

@@ -138,7 +138,8 @@ def attend_kernel(
     # each query is also a fresh row
     before = fresh - nodes
 
-    query_rows = query + slot * query_slot + node.to(tl.int64) * query_node + query_heads * query_head
+    query_rows = query + slot * query_slot + node.to(tl.int64) * query_node
+    query_rows += query_heads.to(tl.int64) * query_head
     query_main = _load(query_rows, 0, D, BLOCK_D)
     query_rest = query_main
     if REST_D > 0:
@@ -310,10 +311,10 @@ def choose_blocks(rows: int, dim: int, value_dim: int, dtype: torch.dtype, rocm:
         return Blocks(min(tile, 32), 32, 8, 2) if rocm else Blocks(min(tile, 64), 32, 8, 3)
     if not rocm:
         narrow = dim + value_dim <= 256 and widths(dim)[1] == widths(value_dim)[1] == 0
-        return Blocks(min(tile, 128), 64 if narrow else 32, 8 if tile > 32 else 4, 3)
+        return Blocks(min(tile, MOST_TILE_ROWS), 64 if narrow else 32, 8 if tile > 32 else 4, 3)
     if tile == 16:
         return Blocks(16, 64, 4, 2)
-    return Blocks(128 if tile > 64 and 128 < dim + value_dim <= 256 else 64, 64, 8, 1 if widest <= 64 else 2)
+    return Blocks(MOST_TILE_ROWS if tile > 64 and 128 < dim + value_dim <= 256 else 64, 64, 8, 1 if widest <= 64 else 2)
 
 
 def choose_splits(programs: int, rows: int, keys: int, processors: int) -> int:
