@@ -31,7 +31,7 @@ demo-train: setup
 # the shipped head: first what it buys in the target's own bfloat16, then, in float32, that chain and tree emit exactly
 # what plain decoding and HF generate emit
 demo-infer: setup
-	$(BIN)/eagle3-infer --threads $(CORES) --max-new-tokens 64
+	$(BIN)/eagle3-infer --threads $(CORES) --max-new-tokens 64 --mode plain,chain,tree,auto
 	$(BIN)/eagle3-infer --threads $(CORES) --max-new-tokens 64 --dtype float32 --verify
 
 test: setup

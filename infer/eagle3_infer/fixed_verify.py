@@ -121,7 +121,7 @@ class FixedVerifier:
         """Walk by the requests' own rules, on the host; returns the log-probabilities that are wanted."""
         starts = range(0, len(running) * shape.rows, shape.rows)
         rule = RoundRule(self.rule, logits, starts, draft, running)
-        found = verify_tree(draft.tree, rule)
+        found = rule.walk()
         slots, window = found.path.shape
         self.walk.path.fill_(-1)
         self.walk.path[:slots, :window] = found.path

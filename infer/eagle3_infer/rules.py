@@ -9,8 +9,10 @@ from eagle3_infer.config import REJECTION, THRESHOLD, RuleConfig
 from eagle3_infer.drafter import Draft
 from eagle3_infer.running import Running
 from eagle3_infer.sampling import Sampler, log_prob
+from eagle3_kernels.dispatch import uses_triton
 from eagle3_kernels.sample_nodes import Filters, Purpose, greedy_nodes, target_probs, uniforms, vocabulary_gumbel
-from eagle3_kernels.verify_tree import match
+from eagle3_kernels.structures import Walk
+from eagle3_kernels.verify_tree import match, verify_sampled, verify_tree
 from eagle3_kernels.verify_tree.rules import decide, sequential_law, threshold_choice
 
 
@@ -34,15 +36,51 @@ class RoundRule:
         self._best_tokens: list[int] | None = None
         self._prefixes: dict[int, list[int]] = {}
 
+    def walk(self) -> Walk:
+        """The path that is accepted of each sequence's tree; a bonus of -1 tells of logits that are not finite."""
+        greedy = self.tokens()
+        if greedy is None and self._without_host():
+            return self._walk_on_device()
+        return verify_tree(self.draft.tree, self if greedy is None else greedy)
+
+    def _without_host(self) -> bool:
+        """Whether a kernel can walk by this rule: node by node the host would wait for the device each time."""
+        simple = all(s.fusable and not s.filters.min_p for s in self.samplers)
+        # bare roots were drawn from no law
+        known = self.rule.rule != REJECTION or self.draft.log_q is not None
+        return bool(self.running) and not self.rule.pathwise and simple and known and uses_triton(self.logits)
+
+    def _walk_on_device(self) -> Walk:
+        tree, rule, device = self.draft.tree, self.rule.rule, self.logits.device
+        greedy = torch.tensor([sampler.greedy for sampler in self.samplers], device=device)
+        heat = torch.tensor([sampler.filters.temperature or 1.0 for sampler in self.samplers], device=device)
+        p = (self.logits[self._rows()].float() / heat[:, None, None]).softmax(-1)
+        if rule != THRESHOLD:
+            one_hot = torch.zeros_like(p).scatter_(-1, p.argmax(-1, keepdim=True), 1.0)
+            p = torch.where(greedy[:, None, None] & p.isfinite(), one_hot, p)
+        return verify_sampled(
+            tree,
+            p,
+            seeds=torch.tensor([sampler.seed for sampler in self.samplers], device=device),
+            positions=torch.tensor([sequence.length for sequence in self.running], device=device),
+            rule=rule,
+            q=None if self.draft.log_q is None else self.draft.log_q.exp(),
+            target_ids=self.draft.target_ids,
+            threshold=self.rule.threshold,
+            greedy=greedy,
+        )
+
+    def _rows(self) -> Tensor:
+        """Rows of the logits [B, N] of each tree's rows; those that a tree does not use are never visited."""
+        starts = torch.tensor(self.starts[: len(self.running)], dtype=torch.int64, device=self.logits.device)
+        rows = starts[:, None] + torch.arange(self.draft.tree.tokens.shape[1], device=starts.device)
+        return rows.clamp(max=len(self.logits) - 1)
+
     def tokens(self) -> Tensor | None:
         """The target's token after every tree row [B, N] if all requests are plainly greedy, else None."""
         if self._best is None or not all(sampler.plain_greedy for sampler in self.samplers):
             return None
-        tree = self.draft.tree
-        starts = torch.tensor(self.starts, dtype=torch.int64, device=self._best.device)
-        rows = starts[:, None] + torch.arange(tree.tokens.shape[1], device=starts.device)
-        # rows that a tree does not use are never visited
-        return self._best[rows.clamp(max=len(self._best) - 1)]
+        return self._best[self._rows()]
 
     def __call__(self, slot: int, row: int, level: int, children: list[int]) -> tuple[int, int]:
         """Index of the accepted child or -1, and the token that is emitted at this node."""

@@ -16,9 +16,8 @@ from eagle3_infer.rules import RoundRule
 from eagle3_infer.running import Chunk, Running
 from eagle3_infer.sampling import log_prob
 from eagle3_kernels.gather_first_step import gather_first_step
-from eagle3_kernels.sample_nodes import greedy_nodes
+from eagle3_kernels.sample_nodes import check_tokens, greedy_nodes
 from eagle3_kernels.structures import Tree, Walk
-from eagle3_kernels.verify_tree import verify_tree
 
 
 @dataclass(frozen=True)
@@ -121,12 +120,12 @@ class Verifier:
         """Walk each running sequence's tree along what its rule accepts."""
         starts = torch.tensor(forward.starts[: len(running)], dtype=torch.int64, device=self.target.device)
         rule = RoundRule(self.rule, forward.tree_logits, forward.starts, draft, running)
-        greedy = rule.tokens()
-        walk = verify_tree(draft.tree, rule if greedy is None else greedy)
+        walk = rule.walk()
         step = gather_first_step(draft.tree, walk, starts)
         window = walk.path.shape[1]
         rows = torch.cat([walk.path, step.rows, step.tokens, step.count[:, None]], 1).tolist()
         paths, features, runs = ([row[at : at + row[-1]] for row in rows] for at in (0, window, 2 * window))
+        check_tokens([token for run in runs for token in run], self.target.dtype)
         return Walked(paths, features, runs, rule.logprobs, walk)
 
     def first_tokens(self, forward: Forward, sequences: Sequence[Running]) -> list[tuple[int, list[float]]]:
