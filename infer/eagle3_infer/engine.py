@@ -304,8 +304,7 @@ class Engine:
         with clock.stage(("accept", metrics, 1)):
             self._learn(accepted, parents)
             self._emit(accepted, parents)
-        going = [sequence for sequence in self.running if not sequence.finish_reason]
-        in_place = self.drafter is None or fixed.drafts(going)
+        in_place = self.drafter is None or fixed.drafts(self.running)
         kept = zip(self.running, accepted.features, strict=True)
         self._keep(kept, None if in_place else fixed.buffers.features)
         return accepted

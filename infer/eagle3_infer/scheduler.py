@@ -88,9 +88,8 @@ class Scheduler:
         rows = len(request.prompt_ids) + request.max_new_tokens
         if self.tree is None:
             return [rows]
-        # in fixed shapes the head reads a window of depth + 1 rows, of which one is committed at least
-        drafted = self.tree.top_k * (self.tree.depth - 1)
-        return [rows + self.tree.nodes, rows + (max(drafted, self.tree.depth) if self.fixed else drafted)]
+        # the window of depth + 1 rows that the head reads in fixed shapes ends before drafted rows could
+        return [rows + self.tree.nodes, rows + self.tree.top_k * (self.tree.depth - 1)]
 
     def _pages(self, rows: Sequence[int]) -> list[int]:
         """Of each pool, that hold so many rows of one slot."""

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -339,8 +340,9 @@ def test_a_layer_that_leaves_the_seam_is_noticed(world):
     with target.stock(), pytest.raises(RuntimeError, match=r"layers \[0, .*7\] of 8 did not come to the engine"):
         engine.generate_one(request)
     assert engine.generate_one(request).token_ids == right
-    target.layers[2].self_attn.config = copy.deepcopy(target.layers[2].self_attn.config)
-    target.layers[2].self_attn.config._attn_implementation = "sdpa"
+    attention: Any = target.layers[2].self_attn
+    attention.config = copy.deepcopy(attention.config)
+    attention.config._attn_implementation = "sdpa"
     with pytest.raises(RuntimeError, match=r"layers \[2\] of 8"):
         engine.generate_one(request)
 
