@@ -173,6 +173,13 @@ def test_drafts_that_are_drawn_from_laws_are_the_hosts(rule, sampling):
     engine = compare(world().requests(sampling), TREE, 3, rule)
     assert engine.rounds["drafted by host"]
     assert not engine.rounds["drafted"]
+    # walks of trees with fewer levels leave nothing of earlier ones behind them
+    assert engine.fixed is not None
+    walk = engine.fixed.verifier.walk
+    assert rule is SHARED or all(
+        path[1 + accepted :] == [-1] * (4 - accepted)
+        for path, accepted in zip(walk.path.tolist(), walk.accepted.tolist(), strict=True)
+    )
     mixed = [SamplingConfig(), sampling, SamplingConfig(), SamplingConfig(), SamplingConfig()]
     engine = compare(world().requests(mixed), TREE, 5, rule)
     assert engine.rounds["drafted by host"]
@@ -219,6 +226,15 @@ def test_larger_requests_and_errors_leave_an_engine_as_new():
     with pytest.raises(KeyboardInterrupt):
         engine.generate([Request(p, max_new_tokens=n) for p, n in zip(w.prompts, (4, NEW), strict=False)], interrupt)
     assert engine.generate_one(Request(w.prompts[0], max_new_tokens=NEW)).token_ids == w.reply
+
+
+@pytest.mark.parametrize("tree", [TreeConfig.chain(6), TREE])
+def test_padding_needs_more_rows_than_small_requests(tree):
+    w = world()
+    engine = FixedEngine(w.target, w.head, tree, EngineConfig(slots=4, page_size=1, graphs="fixed"))
+    requests = [Request([token], max_new_tokens=3) for token in (7, 8, 9)]
+    assert told(engine.generate(requests)) == told(Engine(w.target, w.head, tree).generate(requests))
+    assert engine.rounds[4]
 
 
 class Spoilt:
@@ -327,6 +343,8 @@ def test_padded_trees_are_trees():
     assert torch.equal(tree.ancestor_mask[1, 3:, 0], alone[3:])
     assert (tree.first_child[2:] == -1).all()
     assert (tree.parent[2:] == -1).all()
+    assert tree.scores[:, 0].tolist() == [0] * 4
+    assert (tree.scores[2:, 1:] == -torch.inf).all()
 
 
 def test_keys_on_the_device_make_the_same_noise():

@@ -75,6 +75,7 @@ BUFFER = torch.arange(4.0)
         lambda: BUFFER[BUFFER > 1],
         lambda: BUFFER.nonzero(),
         lambda: torch.tensor([1.0, 2.0]),
+        lambda: BUFFER + torch.arange(4),
     ],
 )
 def test_waiting_for_the_device_and_numbers_from_the_host_are_caught(work):

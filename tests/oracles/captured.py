@@ -37,6 +37,8 @@ KERNELS = (
 )
 # methods that read values on the host, and do not always come as ops
 WAITS = {"tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__"}
+# what makes tensors where it is told to, else on the host
+MAKERS = {torch.arange, torch.empty, torch.full, torch.linspace, torch.ones, torch.zeros}
 # ops whose results the host must wait for, or that bring its numbers to the device
 REFUSED = {"item", "is_nonzero", "_local_scalar_dense", "nonzero", "masked_select", "equal", "unique_dim", "lift_fresh"}
 
@@ -84,6 +86,8 @@ class _NoWaits(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if getattr(func, "__name__", "") in WAITS:
             raise NotCapturable(f"{func.__name__} waits for the device")
+        if func in MAKERS and (kwargs or {}).get("device") is None:
+            raise NotCapturable(f"{func.__name__} makes a tensor of the host's: it names no device")
         return func(*args, **(kwargs or {}))
 
 
