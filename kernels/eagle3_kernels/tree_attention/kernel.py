@@ -91,8 +91,8 @@ def attend_kernel(
     nodes,  # N
     fresh,  # A
     splits,
-    scale,  # of the scores: scaling * log2(e), with a soft-cap scaling / softcap
-    softcap,  # times log2(e), or None
+    scale,  # of the scores in the exponent: scaling * log2(e), with a soft-cap softcap * log2(e)
+    inner,  # scaling / softcap: scores become tanh(inner * scores); None = no soft-cap
     window,  # a query sees levels above its own - window; None = all
     query_slot,  # elements from a slot of query to the next
     query_node,
@@ -180,7 +180,7 @@ def attend_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     if sinks is not None:
         # a key of value zero, seen by the first split
-        sink = tl.load(sinks + query_heads).to(tl.float32) * 1.4426950408889634
+        sink = tl.load(sinks + query_heads).to(tl.float32) * (1.4426950408889634 / scale)
         maximum = tl.where(split == 0, sink, maximum)
         total += tl.where(split == 0, 1.0, 0.0)
     output = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
@@ -208,9 +208,8 @@ def attend_kernel(
         if REST_D > 0:
             key = _load(key_rows, BLOCK_D, D, REST_D)
             scores = tl.dot(query_rest, tl.trans(key), scores, input_precision="ieee")
-        scores *= scale
-        if softcap is not None:
-            scores = softcap * _tanh(scores)
+        if inner is not None:
+            scores = _tanh(inner * scores)
         if block < old_blocks:
             # rows beyond the end count as -1, which nobody sees
             position = tl.where(first + step < length, at, -1)
@@ -228,8 +227,9 @@ def attend_kernel(
         higher = tl.maximum(maximum, tl.max(scores, 1))
         # a row that has seen nothing yet
         base = tl.where(higher == float("-inf"), 0.0, higher)
-        weights = tl.exp2(scores - base[:, None])
-        decay = tl.exp2(maximum - base)
+        # scaled after the difference: rounding then is relative to it, not to the scores
+        weights = tl.exp2((scores - base[:, None]) * scale)
+        decay = tl.exp2((maximum - base) * scale)
         maximum = higher
         total = total * decay + tl.sum(weights, 1)
         value = _load(value_rows, 0, DV, BLOCK_DV)
@@ -248,7 +248,7 @@ def attend_kernel(
     divisor = tl.where(total == 0, 1.0, total)
     if sums is not None:
         target += split * slots.to(tl.int64) * nodes * (KV_HEADS * GROUP)
-        tl.store(sums + target, tl.where(total == 0, float("-inf"), maximum + tl.log2(divisor)), mask=real)
+        tl.store(sums + target, tl.where(total == 0, float("-inf"), maximum * scale + tl.log2(divisor)), mask=real)
         written = real & (total != 0)
     _store(out + target * DV, written, 0, output / divisor[:, None], DV, BLOCK_DV)
     if REST_DV > 0:
@@ -308,7 +308,7 @@ def choose_blocks(rows: int, dim: int, value_dim: int, dtype: torch.dtype, rocm:
     if widest > 256:
         return Blocks(16, 16, 4, 2)
     if dim + value_dim > 320:
-        return Blocks(min(tile, 32), 32, 8, 2) if rocm else Blocks(min(tile, 64), 32, 8, 3)
+        return Blocks(16, 32, 8, 2) if rocm else Blocks(min(tile, 64), 32, 8, 3)
     if not rocm:
         narrow = dim + value_dim <= 256 and widths(dim)[1] == widths(value_dim)[1] == 0
         return Blocks(min(tile, MOST_TILE_ROWS), 64 if narrow else 32, 8 if tile > 32 else 4, 3)
@@ -393,8 +393,8 @@ def tree_attention(
             nodes,
             view.fresh,
             splits,
-            scaling * LOG2_E if softcap is None else scaling / softcap,
-            None if softcap is None else softcap * LOG2_E,
+            LOG2_E * (scaling if softcap is None else softcap),
+            None if softcap is None else scaling / softcap,
             window,
             *query.stride()[:3],
             table.stride(0),
@@ -444,7 +444,7 @@ def _launches(
         "mask": "*i32" if tree else None,
         "sinks": pointer if sinks else None,
         "sums": "*fp32" if tree else None,
-        "softcap": "fp32" if softcap else None,
+        "inner": "fp32" if softcap else None,
         "window": "i32" if window else None,
     }
     strides = ("query_slot", "query_node", "query_head")
