@@ -1,11 +1,10 @@
-"""Kernel tests run Triton's interpreter, which must be chosen before triton is imported; on a GPU they run compiled.
+"""Kernel tests run Triton's interpreter, which tests/conftest.py chose before triton was imported; on a GPU compiled.
 
 EAGLE3_TEST_DEVICE=cuda runs the same cases there (`make gpu-check` does); tests take the device from
 `eagle3_kernels.testing.device()` or the fixture.
 """
 
 import os
-import sys
 
 import pytest
 import torch
@@ -15,8 +14,7 @@ from eagle3_kernels.interpreter import mend_interpreter
 from eagle3_kernels.testing import device as test_device
 
 if test_device().type == "cpu":
-    assert "triton" not in sys.modules or "TRITON_INTERPRET" in os.environ, "triton was imported too early"
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+    assert os.environ.get("TRITON_INTERPRET") == "1", "tests/conftest.py chooses the interpreter"
     if has_triton():
         mend_interpreter()
 
