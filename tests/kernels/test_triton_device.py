@@ -19,6 +19,8 @@ from oracles.invariants import KnowingHead, shifted_target
 from oracles.overfit import random_prompts
 
 pytest.importorskip("triton")
+# a graph that could not be captured falls back: here that is a failure
+pytestmark = pytest.mark.filterwarnings("error:rounds run without CUDA graphs")
 ON_GPU = device().type == "cuda"
 NEW = 24 if ON_GPU else 5
 CHAIN, TREE, WIDE = TreeConfig.chain(3), TreeConfig(depth=3, top_k=3, nodes=8), TreeConfig(depth=5, top_k=8, nodes=60)
