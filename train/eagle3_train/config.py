@@ -1,8 +1,10 @@
 """The trainer's settings: one default, in one place. YAML keys and dotted flags are these names."""
 
+import math
 import os
 import re
 from dataclasses import dataclass, field
+from typing import Any
 
 from eagle3.config import HeadOptions
 from eagle3.embedded import EMBEDDED
@@ -17,16 +19,52 @@ class DataConfig:
         files: JSONL (or .jsonl.gz) of `messages`.
         max_length: tokens of a row; longer ones are cut.
         eval_rows: rows held out for the simulated tau (greedy replies only).
+        streaming: read the sources as they are trained on, none kept; needs a vocab_map.
+        shuffle_buffer: rows that a stream is shuffled among.
+        vocab_map: file of build_vocab_map.py; None = made of the training rows.
+        template_options: extra variables for the chat template (such as enable_thinking).
     """
 
     files: tuple[str, ...] = ()
     max_length: int = 512
     eval_rows: int = 64
+    streaming: bool = False
+    shuffle_buffer: int = 10_000
+    vocab_map: str | None = None
+    template_options: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self):
         object.__setattr__(self, "files", tuple(map(os.path.expanduser, self.files)))
+        if self.vocab_map is not None:
+            object.__setattr__(self, "vocab_map", os.path.expanduser(self.vocab_map))
         _at_least("data.max_length", self.max_length, 3)
         _at_least("data.eval_rows", self.eval_rows, 1)
+        _at_least("data.shuffle_buffer", self.shuffle_buffer, 1)
+
+
+@dataclass(frozen=True)
+class FeaturesConfig:
+    """Where the target's features come from.
+
+    Args:
+        source: online (the target runs for every batch), memory (kept in RAM after the first epoch), hybrid (kept in
+            `store`: filled in the first epoch, read in the next), offline (read from `store`; the target's layers
+            are not loaded).
+        store: folder of the feature store.
+        dtype: of what is stored: auto (the target's), float32, bfloat16, float8 (with a scale per token).
+    """
+
+    source: str = "online"
+    store: str | None = None
+    dtype: str = "auto"
+
+    def __post_init__(self):
+        _one_of("features.source", self.source, ("online", "memory", "hybrid", "offline"))
+        _one_of("features.dtype", self.dtype, ("auto", "float32", "bfloat16", "float8"))
+        if self.store is not None:
+            object.__setattr__(self, "store", os.path.expanduser(self.store))
+        if self.source in ("hybrid", "offline") and self.store is None:
+            raise ConfigError(f"features.source is {self.source}; give features.store, the folder of the store")
 
 
 @dataclass(frozen=True)
@@ -36,13 +74,22 @@ class TTTConfig:
     Args:
         steps: TTT steps in training, and the depth of the simulated chain.
         decay: weight of step k is decay^k.
+        weights: decay, or dpace: times each row's expected gain in accepted length (D-PACE).
+        feature_noise: standard deviation of Gaussian noise on the features.
+        checkpointing: recompute each step in the backward pass (memory for time).
     """
 
     steps: int = 4
     decay: float = 0.8
+    weights: str = "decay"
+    feature_noise: float = 0.0
+    checkpointing: bool = False
 
     def __post_init__(self):
         _at_least("ttt.steps", self.steps, 1)
+        _one_of("ttt.weights", self.weights, ("decay", "dpace"))
+        if not 0 <= self.feature_noise < math.inf:
+            raise ConfigError(f"ttt.feature_noise is {self.feature_noise}; it must be 0 or more")
         if not 0 < self.decay <= 1:
             raise ConfigError(f"ttt.decay is {self.decay}; it must be in (0, 1]")
 
@@ -88,12 +135,16 @@ class TrainConfig:
         data: where the chats come from.
         head: the head's architecture.
         ttt: the rollout.
+        loss: name -> weight of the terms of the loss: soft_ce, kl, reverse_kl, tv, lk_alpha, lk_lambda, hard_ce.
         optim: the optimiser.
+        features: where the target's features come from.
         init_head: warm start from this head's folder (its architecture and vocabulary map are kept).
         dtype: of the target: auto (its own), float32, bfloat16, float16.
         device: cpu, cuda, ... ; auto lets accelerate choose.
         autocast: dtype of the head's matrix products: bfloat16 or float32; weights are fp32 always.
         keep_features: keep the target's features in memory after the first epoch (RAM for speed).
+        rows_per_step: chats of one optimizer step, over all processes.
+        tokens_per_batch: most tokens in one forward of one process (data.max_length or more).
         rows_per_batch: chats per micro-batch and process.
         accumulation: micro-batches per optimizer step.
         max_steps: optimizer steps.
@@ -112,12 +163,16 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     head: HeadOptions = field(default_factory=HeadOptions)
     ttt: TTTConfig = field(default_factory=TTTConfig)
+    loss: dict[str, float] = field(default_factory=lambda: {"soft_ce": 1.0}, hash=False)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    features: FeaturesConfig = field(default_factory=FeaturesConfig)
     init_head: str | None = None
     dtype: str = "auto"
     device: str = "auto"
     autocast: str = "bfloat16"
     keep_features: bool = False
+    rows_per_step: int = 4
+    tokens_per_batch: int = 4096
     rows_per_batch: int = 4
     accumulation: int = 1
     max_steps: int = 1000
@@ -147,6 +202,11 @@ class TrainConfig:
             raise ConfigError(f"device is {self.device!r}; use auto, cpu, cuda or cuda:0")
         if self.autocast not in ("bfloat16", "float32"):
             raise ConfigError(f"autocast is {self.autocast!r}; use bfloat16 or float32")
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} is {value!r}; use {', '.join(allowed[:-1])} or {allowed[-1]}")
 
 
 def _at_least(name: str, value: int, least: int) -> None:
