@@ -1,7 +1,7 @@
 """Save and load heads as `model.safetensors` + `config.json` in the reference EAGLE-3 naming.
 
 What other tools do not know stands in our `eagle3` block of config.json; without that block a folder is read as
-the reference code's (three default capture layers, no options).
+the reference code's (three default capture layers, no options), or as speculators' where it says so.
 """
 
 import dataclasses
@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from eagle3.capture import default_layers
+from eagle3.checkpoint import speculators
 from eagle3.config import SCHEMA, HeadConfig, HeadOptions
 from eagle3.errors import CheckpointError, ConfigError
 from eagle3.heads.eagle3 import Eagle3Head
@@ -127,6 +128,11 @@ def read_config(folder: Path, target: Target) -> HeadConfig:
         CheckpointError: a file is missing or broken, a setting is unknown, absent or impossible.
     """
     content = _read_json(folder)
+    if speculators.MARK in content:
+        try:
+            content = speculators.reference_config(content)
+        except (CheckpointError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"{folder / CONFIG}: {error}") from error
     if content.get("hidden_act", "silu") != "silu":
         raise CheckpointError(f"{folder / CONFIG}: hidden_act {content['hidden_act']!r} is not silu, the only one here")
     try:
