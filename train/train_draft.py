@@ -50,7 +50,7 @@ def _train(config: TrainConfig, run: "Run") -> None:
     """The run in one piece, set-up, loop and end, so that it reads from the top."""
     import torch
 
-    from eagle3_train.batches import Batches, supervise
+    from eagle3_train.batches import Batches, ShuffledRows, supervise
     from eagle3_train.evaluate import Tally
     from eagle3_train.optim import check_finite, learning_rate, make_optimizer, set_learning_rate
     from eagle3_train.progress import Progress
@@ -64,7 +64,8 @@ def _train(config: TrainConfig, run: "Run") -> None:
     rollout = TTTRollout(head, config.ttt.decay)
     wrapped, optimizer = accelerator.prepare(rollout, make_optimizer(rollout.parameters(), config.optim))
     ranks = accelerator.process_index, accelerator.num_processes
-    batches = Batches(parts.train_rows, config.rows_per_batch, config.seed, *ranks, config.accumulation)
+    stream = ShuffledRows(parts.train_rows, config.seed)
+    batches = Batches(stream, config.rows_per_step, config.tokens_per_batch, *ranks)
 
     checkpoints, state = Checkpoints(run.folder / "checkpoints", accelerator), RunState()
     if (latest := checkpoints.latest()) is not None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from eagle3.errors import ConfigError
-from eagle3_train.batches import Batches, pack, sequential_batches, supervise, supervised
+from eagle3_train.batches import Batches, ShuffledRows, batches_of, pack, share_out, supervise, supervised
 
 
 def row(*parts):
@@ -85,49 +85,96 @@ def test_supervision_of_nothing():
     assert supervision.counted.shape == supervision.tokens.shape == (3, 0)
 
 
-def rows(count):
-    return [{"input_ids": [i, i], "span_ids": [0, 1]} for i in range(count)]
+def rows(count, length=2):
+    """Row i holds the id i; even rows are twice as long."""
+    long = [length * (2 - i % 2) for i in range(count)]
+    return [{"input_ids": [i] * n, "span_ids": [0] + [1] * (n - 1)} for i, n in enumerate(long)]
 
 
-@pytest.mark.parametrize(
-    "size, world, accumulation", [(4, 1, 1), (2, 2, 1), (1, 2, 2), (1, 1, 4), (1, 4, 1), (2, 1, 2)]
-)
-def test_ranks_and_accumulation_share_out_the_same_steps(size, world, accumulation):
-    """17 rows in steps of 4: world size and accumulation change nothing, not even where an epoch ends in a step."""
-    ranks = [Batches(rows(17), size, 3, rank, world, accumulation) for rank in range(world)]
-    alone = Batches(rows(17), 4, seed=3)
+def seen(batches):
+    """The ids of the documents in a list of batches, those of stand-ins apart."""
+    return [int(ids[0]) for b in batches if not b.idle for ids in b.ids.split(b.lengths)]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+@pytest.mark.parametrize("tokens", [4, 7, 1000])
+def test_ranks_and_micro_batches_share_out_the_same_rows(world, tokens):
+    """17 rows in steps of 6: neither world size nor the size of a forward changes what a step learns from, not even
+    where an epoch ends in a step; and every rank makes as many forwards."""
+    ranks = [Batches(ShuffledRows(rows(17), 3), 6, tokens, rank, world) for rank in range(world)]
+    stream = ShuffledRows(rows(17), 3)
     for step in range(12):
-        shares = [indexes for b in ranks for indexes in b.indexes(step)]
-        assert all(len(indexes) == size for indexes in shares)
-        assert sorted(i for indexes in shares for i in indexes) == sorted(alone.indexes(step)[0])
+        shares = [b.step(step) for b in ranks]
+        assert sorted(i for share in shares for i in seen(share)) == sorted(
+            row["input_ids"][0] for row in stream.take(6 * step, 6)
+        )
+        assert len({len(share) for share in shares}) == 1
+        assert all(len(batch.ids) <= tokens for share in shares for batch in share)
+        assert sum(batch.tokens for share in shares for batch in share) == sum(
+            len(row["input_ids"]) for row in stream.take(6 * step, 6)
+        )
+
+
+def test_shares_are_even():
+    """In each turn, and over a step: one rank with all the long rows keeps the others waiting."""
+    lengths = [500, 20, 30, 400, 380, 60, 55, 300, 310, 250, 90, 40]
+    ranks = share_out(lengths, 700, 2)
+    assert [len(r) for r in ranks] == [2, 2]
+    turns = [[sum(lengths[i] for i in micro) for micro in rank] for rank in ranks]
+    assert all(abs(a - b) < 60 for a, b in zip(*turns, strict=True))
+    assert abs(sum(turns[0]) - sum(turns[1])) < 60
+    # one forward where all fits
+    assert share_out(lengths, 5000, 1) == [[sorted(range(12), key=lambda i: -lengths[i])]]
+
+
+def test_as_few_micro_batches_as_the_packing_finds():
+    assert [len(m) for m in share_out([4, 4, 4, 4], 8)[0]] == [2, 2]
+    # 3 + 3 and 3 do not fit five tokens each
+    assert [len(m) for m in share_out([3, 3, 3], 5)[0]] == [1, 1, 1]
+    assert share_out([], 5, 2) == [[[]], [[]]]
+
+
+def test_a_rank_without_rows_has_a_stand_in():
+    """It must take part in every forward: two rows on four ranks."""
+    shares = [Batches(ShuffledRows(rows(5)), 2, 100, rank, 4).step(0) for rank in range(4)]
+    assert [[b.idle for b in share] for share in shares] == [[False], [False], [True], [True]]
+    stand_in = shares[3][0]
+    assert stand_in.tokens == 0
+    assert supervise(stand_in, torch.ones(9, dtype=torch.bool), 3).rows.shape == (0,)
 
 
 def test_every_epoch_is_a_permutation_of_the_rows():
-    batches = Batches(rows(17), 4, seed=3)
-    stream = [i for step in range(17) for i in batches.indexes(step)[0]]
+    stream = [row["input_ids"][0] for row in ShuffledRows(rows(17), 3).take(0, 68)]
     epochs = [stream[start : start + 17] for start in range(0, 68, 17)]
     assert all(sorted(epoch) == list(range(17)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 4
 
 
 def test_batches_depend_on_seed_and_step_alone():
-    first = Batches(rows(20), 4, seed=1)
-    order = [first.indexes(s) for s in range(10)]
+    def order(seed, steps):
+        batches = Batches(ShuffledRows(rows(20), seed), 4, 100)
+        return [seen(batches.step(s)) for s in steps]
+
+    first = order(1, range(10))
     # a resumed run asks for step 7 at once
-    assert torch.equal(Batches(rows(20), 4, seed=1).step(7)[0].ids, first.step(7)[0].ids)
-    assert [Batches(rows(20), 4, seed=1).indexes(s) for s in range(10)] == order
-    assert [Batches(rows(20), 4, seed=2).indexes(s) for s in range(10)] != order
+    assert order(1, [7]) == [first[7]]
+    assert order(1, range(10)) == first
+    assert order(2, range(10)) != first
 
 
-def test_sequential_batches_give_each_row_once():
-    seen = [b.ids[::2].tolist() for rank in range(3) for b in sequential_batches(rows(11), 2, rank, 3)]
-    assert sorted(i for ids in seen for i in ids) == list(range(11))
-    assert [b.lengths for b in sequential_batches(rows(3), 2)] == [[2, 2], [2]]
+def test_every_row_once_for_evaluation():
+    shares = [list(batches_of(rows(11), 5, rank, 3)) for rank in range(3)]
+    assert sorted(i for share in shares for i in seen(share)) == list(range(11))
+    assert len({len(share) for share in shares}) == 1
+    assert all(len(b.ids) <= 5 for share in shares for b in share)
 
 
 def test_impossible_batches_are_config_errors():
-    for options in ({"rows_per_batch": 0}, {"rows_per_batch": 1, "rank": 1}, {"rows_per_batch": 1, "accumulation": 0}):
-        with pytest.raises(ConfigError, match="rows_per_batch >= 1"):
-            Batches(rows(3), **options)
+    stream = ShuffledRows(rows(3))
+    for options in ({"rows_per_step": 0}, {"rank": 1}, {"tokens_per_batch": 0}):
+        with pytest.raises(ConfigError, match="rows_per_step >= 1"):
+            Batches(stream, **{"rows_per_step": 1, "tokens_per_batch": 9, **options})
     with pytest.raises(ConfigError, match="no rows"):
-        Batches([], 4)
+        ShuffledRows([])
+    with pytest.raises(ConfigError, match="a row of 4 tokens exceeds tokens_per_batch, 3"):
+        Batches(stream, 3, 3).step(0)

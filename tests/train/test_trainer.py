@@ -44,7 +44,7 @@ def arguments(made, output, **changes):
         "ttt.steps": 3,
         "optim.lr": 3e-3,
         "autocast": "float32",
-        "rows_per_batch": 4,
+        "rows_per_step": 4,
         "max_steps": 20,
         "eval_every": 10,
         "save_every": 5,
@@ -328,11 +328,11 @@ def test_keeping_features_changes_nothing(made, whole, tmp_path):
     assert losses(part) == losses(kept)
 
 
-@pytest.mark.parametrize("rows, accumulation", [(1, 4), (2, 2)])
-def test_accumulation_changes_nothing(made, crossing, tmp_path, rows, accumulation):
+@pytest.mark.parametrize("tokens", [60, 130])
+def test_micro_batches_change_nothing(made, crossing, tmp_path, tokens):
     """A mean over micro-batches; N_k of the micro-batch alone; accelerate's own division added; short steps where
-    an epoch ends."""
-    settings = {"rows_per_batch": rows, "accumulation": accumulation, "data__eval_rows": 3, "eval_every": 20}
+    an epoch ends. Chats have about 50 tokens: one or two of four fit a forward."""
+    settings = {"tokens_per_batch": tokens, "data__max_length": 60, "data__eval_rows": 3, "eval_every": 20}
     run = train(made, tmp_path / "run", **settings)
     for found, wanted in zip(metrics(run), metrics(crossing), strict=True):
         assert found["tokens"] == wanted["tokens"]
@@ -438,12 +438,13 @@ def free_port():
 
 
 def test_two_ranks_equal_one_process(made, tmp_path):
-    """A mean over ranks, N_k of one rank, unequal batches (step 5 of 17 rows ends an epoch), evaluation of half the
-    rows."""
-    settings = {"data__eval_rows": 3, "max_steps": 6, "eval_every": 6}
-    one = train(made, tmp_path / "one", rows_per_batch=4, **settings)
+    """A mean over ranks, N_k of one rank, unequal batches, evaluation of half the rows; three rows leave a rank that
+    takes one by one with a stand-in in every step."""
+    settings = {"data__eval_rows": 3, "max_steps": 6, "eval_every": 6, "rows_per_step": 3}
+    settings |= {"data__max_length": 60, "tokens_per_batch": 60}
+    one = train(made, tmp_path / "one", **settings)
     # `accelerate launch --cpu` starts several processes through MPI only; torch's launcher needs none
-    words = arguments(made, tmp_path / "two", rows_per_batch=2, **settings)
+    words = arguments(made, tmp_path / "two", **settings)
     command = ["torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port()), SCRIPT]
     done = launch(*command, *words, ACCELERATE_USE_CPU="true")
     assert done.returncode == 0, done.stderr
@@ -462,7 +463,7 @@ def test_two_ranks_equal_one_process(made, tmp_path):
 def test_two_ranks_resume(made, tmp_path):
     """State of one rank restored on all, or data that a resumed rank sees twice."""
     run = tmp_path / "run"
-    words = arguments(made, run, rows_per_batch=2, save_every=10)
+    words = arguments(made, run, save_every=10)
 
     def go():
         command = ["torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port()), SCRIPT]

@@ -145,8 +145,6 @@ class TrainConfig:
         keep_features: keep the target's features in memory after the first epoch (RAM for speed).
         rows_per_step: chats of one optimizer step, over all processes.
         tokens_per_batch: most tokens in one forward of one process (data.max_length or more).
-        rows_per_batch: chats per micro-batch and process.
-        accumulation: micro-batches per optimizer step.
         max_steps: optimizer steps.
         eval_every: steps between held-out evaluations.
         save_every: steps between checkpoints.
@@ -173,8 +171,6 @@ class TrainConfig:
     keep_features: bool = False
     rows_per_step: int = 4
     tokens_per_batch: int = 4096
-    rows_per_batch: int = 4
-    accumulation: int = 1
     max_steps: int = 1000
     eval_every: int = 100
     save_every: int = 100
@@ -190,8 +186,13 @@ class TrainConfig:
         object.__setattr__(self, "output", os.path.expanduser(self.output))
         if self.init_head is not None:
             object.__setattr__(self, "init_head", os.path.expanduser(self.init_head))
-        for name in ("rows_per_batch", "accumulation", "max_steps", "eval_every", "save_every", "log_every"):
+        for name in ("rows_per_step", "tokens_per_batch", "max_steps", "eval_every", "save_every", "log_every"):
             _at_least(name, getattr(self, name), 1)
+        if self.tokens_per_batch < self.data.max_length:
+            raise ConfigError(
+                f"tokens_per_batch is {self.tokens_per_batch}; one chat may have data.max_length, "
+                f"{self.data.max_length}: raise the first or lower the second"
+            )
         if self.threads is not None:
             _at_least("threads", self.threads, 1)
         if not -(2**63) <= self.seed < 2**63:

@@ -16,7 +16,7 @@ from eagle3.errors import ConfigError, DataError
 from eagle3.heads.eagle3 import Eagle3Head, head_config
 from eagle3.target import Target
 from eagle3.vocab import build_vocab_map
-from eagle3_train.batches import PackedBatch, Supervision, sequential_batches, supervise
+from eagle3_train.batches import PackedBatch, Supervision, batches_of, supervise
 from eagle3_train.chats import read_chats
 from eagle3_train.config import TrainConfig
 from eagle3_train.data import DataReport, load_data, token_counts
@@ -152,11 +152,10 @@ def load_parts(config: TrainConfig, run: Run) -> Parts:
     head = _load_head(config, target, train_rows, renderer.end_ids)
     if config.init_head is not None:
         run.note(f"warm start from {config.init_head}: its architecture and vocabulary map are kept")
-    longest = max(_longest(train_rows), _longest(eval_rows)) * config.rows_per_batch
     if config.keep_features:
         needed = check_memory(report.tokens, report.supervised_tokens, target, len(head.capture_layers))
         run.note(f"keeping features in memory: {needed / 2**30:.1f} GiB after the first epoch")
-    features = Features(target, head, longest, config.keep_features)
+    features = Features(target, head, config.tokens_per_batch, config.keep_features)
     first = torch.tensor(train_rows[0]["input_ids"], device=target.device)
     with torch.no_grad():
         target.check_teacher(first, torch.arange(len(first), device=target.device))
@@ -178,16 +177,12 @@ def _load_head(config: TrainConfig, target: Target, train_rows: Dataset, end_ids
     return head
 
 
-def _longest(rows: Dataset) -> int:
-    return max((len(ids) for ids in rows["input_ids"]), default=0)
-
-
 def normalisers(
     micro: list[PackedBatch], supervisions: list[Supervision], accelerator: Accelerator
 ) -> tuple[Tensor, int]:
     """(N_k fp32 [steps], tokens) of the whole optimizer step: all micro-batches, all ranks; from masks alone."""
     counts = torch.stack([s.counted.sum(1) for s in supervisions]).sum(0)
-    tokens = counts.new_tensor([sum(len(batch.ids) for batch in micro)])
+    tokens = counts.new_tensor([sum(batch.tokens for batch in micro)])
     total = accelerator.reduce(torch.cat((counts, tokens)), reduction="sum")
     assert isinstance(total, Tensor)
     return total[:-1].float(), int(total[-1])
@@ -205,7 +200,7 @@ def evaluate(parts: Parts, rollout: TTTRollout, config: TrainConfig, accelerator
     tally = Tally(steps)
     ones = torch.ones(steps, device=parts.target.device)
     rank, world = accelerator.process_index, accelerator.num_processes
-    for batch in sequential_batches(parts.eval_rows, config.rows_per_batch, rank, world):
+    for batch in batches_of(parts.eval_rows, config.tokens_per_batch, rank, world):
         batch = batch.to(parts.target.device)
         inputs = parts.features.prepare(batch, supervise(batch, parts.head.t2d, steps))
         with autocast:
