@@ -1,47 +1,65 @@
 """Draft loss whose gradient is made in the forward pass, chunk by chunk: memory linear in M, never [M, Vd].
 
-With z = h W^T and row weight w:   dz = w (softmax(z) - p)      dh = dz W      dW = dz^T h
+With z = h W^T and dz the gradient of rows.py:      dh = dz W      dW = dz^T h
 """
+
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from eagle3_kernels.draft_loss.reference import DraftLoss
+from eagle3_kernels.draft_loss.rows import RowLoss, loss_rows
+from eagle3_kernels.loss_terms import SOFT_CE, check_terms
 
-CHUNK = 512
+# logits of one round of the three products, and of one pass over rows (which should stay in a core's cache)
+CHUNK, CACHED = 1 << 21, 1 << 18
+RowsOp = Callable[[Tensor, Tensor, Tensor, Tensor, Mapping[str, float], bool], RowLoss]
 
 
 def draft_loss(
-    h: Tensor, weight: Tensor, teacher: Tensor, teacher_lse: Tensor, taught: Tensor, row_weights: Tensor
+    h: Tensor,
+    weight: Tensor,
+    teacher: Tensor,
+    teacher_lse: Tensor,
+    taught: Tensor,
+    row_weights: Tensor,
+    terms: Mapping[str, float] = SOFT_CE,
 ) -> DraftLoss:
-    """See `draft_loss_reference`: same arguments, same result, differentiable in `h` and `weight`."""
-    return DraftLoss(*_DraftLoss.apply(h, weight, teacher, teacher_lse, taught, row_weights, torch.is_grad_enabled()))
+    """See `draft_loss_reference`: same arguments, same result, differentiable once in `h` and `weight`."""
+    check_terms(terms)
+    rest = teacher, teacher_lse, taught, row_weights, terms, loss_rows, torch.is_grad_enabled()
+    return DraftLoss(*_DraftLoss.apply(h, weight, *rest))
 
 
 class _DraftLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, h, weight, teacher, teacher_lse, taught, row_weights, grad_enabled):
-        # needs_input_grad alone is true inside no_grad too
-        wants_grad = grad_enabled and any(ctx.needs_input_grad[:2])
-        w = weight.to(h.dtype)
+    def forward(ctx, h, weight, teacher, teacher_lse, taught, row_weights, terms, rows, grad_enabled):
+        # needs_input_grad is true inside no_grad too
+        wants_h, wants_weight = (grad_enabled and wanted for wanted in ctx.needs_input_grad[:2])
+        w, (vocab, size) = weight.to(h.dtype), weight.shape
         row_loss, alpha = (torch.empty(len(h), dtype=torch.float32, device=h.device) for _ in range(2))
         prediction = torch.empty(len(h), dtype=torch.int64, device=h.device)
-        d_h = torch.empty_like(h) if wants_grad else None
-        d_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_grad else None
-        for start in range(0, len(h), CHUNK):
-            at = slice(start, start + CHUNK)
-            z, t = (h[at] @ w.T).float(), teacher[taught[at]].float()
-            prediction[at] = z.argmax(-1)
-            z_lse, t_lse = z.logsumexp(-1, keepdim=True), t.logsumexp(-1, keepdim=True)
-            p = (t - t_lse).exp_()
-            row_loss[at] = z_lse.squeeze(-1) - (p * z).sum(-1)
-            q = z.sub_(z_lse).exp_()
-            inside = (t_lse - teacher_lse[taught[at], None]).exp_()
-            alpha[at] = torch.minimum(p * inside, q).sum(-1)
-            if d_h is not None and d_weight is not None:
-                d_z = q.sub_(p).mul_(row_weights[at, None]).to(h.dtype)
-                d_h[at] = d_z @ w
-                d_weight += d_z.T @ h[at]
+        d_h = torch.empty_like(h) if wants_h else None
+        d_weight = torch.zeros(vocab, size, dtype=torch.float32, device=h.device) if wants_weight else None
+        chunk, cached = max(1, CHUNK // vocab), max(1, CACHED // vocab)
+        for start in range(0, len(h), chunk):
+            stop = min(start + chunk, len(h))
+            z = (h[start:stop] @ w.T).float()
+            for first in range(start, stop, cached):
+                at = slice(first, min(first + cached, stop))
+                part = z[first - start : at.stop - start]
+                spoken = teacher[taught[at]], teacher_lse[taught[at]]
+                row_loss[at], prediction[at], alpha[at] = rows(
+                    part, *spoken, row_weights[at], terms, wants_h or wants_weight
+                )
+            d_z = z.to(h.dtype)
+            if d_h is not None:
+                torch.mm(d_z, w, out=d_h[start:stop])
+            if d_weight is not None:
+                d_weight.addmm_(d_z.T, h[start:stop]) if h.dtype == torch.float32 else d_weight.add_(
+                    d_z.T @ h[start:stop]
+                )
         ctx.save_for_backward(d_h, d_weight)
         ctx.weight_dtype = weight.dtype
         ctx.mark_non_differentiable(row_loss, prediction, alpha)
@@ -50,4 +68,6 @@ class _DraftLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, *_others):
         d_h, d_weight = ctx.saved_tensors
-        return (d_h.float() * grad).to(d_h.dtype), (d_weight * grad).to(ctx.weight_dtype), *[None] * 5
+        d_h = None if d_h is None else (d_h.float() * grad).to(d_h.dtype)
+        d_weight = None if d_weight is None else (d_weight * grad).to(ctx.weight_dtype)
+        return d_h, d_weight, *[None] * 7
