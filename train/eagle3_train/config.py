@@ -9,6 +9,7 @@ from typing import Any
 from eagle3.config import HeadOptions
 from eagle3.embedded import EMBEDDED
 from eagle3.errors import ConfigError
+from eagle3_kernels.loss_terms import check_terms
 
 
 @dataclass(frozen=True)
@@ -183,6 +184,10 @@ class TrainConfig:
 
     def __post_init__(self):
         object.__setattr__(self, "log_with", tuple(self.log_with))
+        try:
+            check_terms(self.loss)
+        except ValueError as error:
+            raise ConfigError(f"loss: {error}") from None
         object.__setattr__(self, "output", os.path.expanduser(self.output))
         if self.init_head is not None:
             object.__setattr__(self, "init_head", os.path.expanduser(self.init_head))
