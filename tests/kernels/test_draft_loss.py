@@ -132,7 +132,7 @@ def test_nothing_of_size_rows_by_vocab_is_kept():
 
 
 def test_evaluation_makes_no_gradients():
-    """Held-out evaluation that still pays for the gradient's two products (autograd tells a Function of weights
+    """A frozen lm_head that pays for its gradient, held-out evaluation that still pays for the gradient's two products (autograd tells a Function of weights
     that need gradients even inside no_grad)."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -144,9 +144,12 @@ def test_evaluation_makes_no_gradients():
             return func(*args, **(kwargs or {}))
 
     h, weight, *rest = inputs(4, 7)
+    h.requires_grad_()
+    with Products() as frozen:
+        draft_loss(h, weight, *rest)
     weight.requires_grad_()
     with Products() as training:
         draft_loss(h, weight, *rest)
     with torch.no_grad(), Products() as evaluating:
         draft_loss(h, weight, *rest)
-    assert (training.count, evaluating.count) == (3, 1)
+    assert (training.count, frozen.count, evaluating.count) == (3, 2, 1)
