@@ -75,7 +75,7 @@ def _train(config: TrainConfig, run: "Run") -> None:
     progress = Progress(config.max_steps, state.step, config.log_every, enabled=run.is_main)
     autocast = torch.autocast(target.device.type, torch.bfloat16, enabled=config.autocast == "bfloat16")
     # since the last record; seconds are of updates alone
-    tally, tokens, seconds, tau = Tally(steps), 0, 0.0, None
+    tally, tokens, seconds, shown = Tally(steps), 0, 0.0, {}
 
     for step in range(state.step, config.max_steps):
         began = time.monotonic()
@@ -100,18 +100,19 @@ def _train(config: TrainConfig, run: "Run") -> None:
         state.step = step + 1
         tokens, state.tokens = tokens + new_tokens, state.tokens + new_tokens
         at_end = state.step == config.max_steps
-        progress.update(state.step, new_tokens, loss=tally.rates()["loss"], tau=tau)
         if state.step % config.log_every == 0 or at_end:
             record = {"step": state.step, "tokens": state.tokens, **over_ranks(tally, accelerator).rates()}
             run.log({**record, "lr": lr, "grad_norm": grad_norm, "tokens_per_second": tokens / seconds})
+            shown["loss"] = record["loss"]
             tally, tokens, seconds = Tally(steps), 0, 0.0
-        if state.step % config.eval_every == 0 or at_end:
+        progress.update(state.step, new_tokens, **shown)
+        if state.step % config.eval.every == 0 or at_end:
             held_out = evaluate(parts, rollout, config, accelerator, autocast)
-            tau = held_out.tau
+            shown["tau"] = held_out.tau
             run.log({"step": state.step, "split": "eval", "tokens": state.tokens, **held_out.rates()})
             progress.note(f"step {state.step}: held-out {held_out}")
-            if tau > state.best_tau:
-                state.best_tau, state.best_step = tau, state.step
+            if held_out.tau > state.best_tau:
+                state.best_tau, state.best_step = held_out.tau, state.step
                 run.export("best", head, state)
         if state.step % config.save_every == 0 or at_end:
             checkpoints.save(state, config, head.config)

@@ -14,7 +14,7 @@ from eagle3.heads.eagle3 import Eagle3Head
 from eagle3.target import Target
 from eagle3.vocab import build_vocab_map
 from eagle3_train.batches import PackedBatch, pack, supervise
-from eagle3_train.evaluate import Tally
+from eagle3_train.evaluate import Counts, Tally
 from eagle3_train.features import Features
 from eagle3_train.ttt import TTTBatch, TTTOutput, TTTRollout
 from oracles.tiny import greedy, tiny_target
@@ -96,10 +96,10 @@ def train(target: Target, head: Eagle3Head, batch: PackedBatch, optimizer_steps:
 
 
 @torch.no_grad()
-def simulate(target: Target, head: Eagle3Head, batch: PackedBatch, steps: int) -> tuple[Tally, TTTBatch, TTTOutput]:
+def simulate(target: Target, head: Eagle3Head, batch: PackedBatch, steps: int) -> tuple[Counts, TTTBatch, TTTOutput]:
     """Simulated tau of a chain of `steps` drafts over the batch's replies."""
     inputs = Features(target, head, len(batch.ids)).prepare(batch, supervise(batch, head.t2d, steps))
     output = TTTRollout(head)(inputs, torch.ones(steps))
     tally = Tally(steps)
     tally.add(inputs, output)
-    return tally, inputs, output
+    return tally.counts(), inputs, output

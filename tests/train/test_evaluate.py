@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle3_train.evaluate import Tally, walk
+from eagle3_train.evaluate import Counts, Tally, walk
 
 
 def table(*rows):
@@ -82,23 +82,29 @@ def example():
     return simulated(tokens, prediction, counted, [1, 1, 1, 2, 2])
 
 
+def counted(*examples):
+    """The counts of some batches."""
+    tally = Tally(2)
+    for inputs, output in examples:
+        tally.add(inputs, output)
+    return tally.counts()
+
+
 def test_tally_by_hand():
     """Rounds that run across replies; a draft outside the vocabulary or beyond the span counted as a hit."""
-    tally = Tally(2)
-    tally.add_walk(*example())
+    counts = counted(example())
     # reply 1: 3 tokens by one round (two hits and the bonus); reply 2: a miss, then its last token
-    assert (tally.rounds, tally.emitted) == (3, 5)
-    assert tally.tau == pytest.approx(5 / 3)
-    assert tally.accepted == [1, 1]
+    assert (counts.rounds, counts.emitted) == (3, 5)
+    assert counts.tau == pytest.approx(5 / 3)
+    assert counts.accepted == [1, 1]
 
 
 def test_rates_by_hand():
     """Accuracy over the rows that have a loss instead of all supervised ones."""
-    tally = Tally(2)
-    tally.add_rates(*example())
-    assert tally.counted == [5, 2]
-    assert tally.right == [3, 1]
-    rates = tally.rates()
+    counts = counted(example())
+    assert counts.counted == [5, 2]
+    assert counts.right == [3, 1]
+    rates = counts.rates()
     assert rates["accept"] == [3 / 5, 1 / 2]
     assert rates["alpha"] == [2 / 5, 2 / 2]
     assert rates["loss"] == pytest.approx(6 / 5 + 6 / 2)
@@ -109,35 +115,59 @@ def test_accuracy_is_against_the_teacher_tau_against_the_reply():
     """On replies that are not greedy the two differ."""
     inputs, output = simulated([[11, 12]], [[11, 12]], [[True, True]], [1, 1], argmax=[11, 50])
     tally = Tally(1)
-    tally.add_rates(inputs, output)
-    tally.add_walk(inputs, output)
-    assert tally.right == [1]
-    assert tally.tau == 2.0
+    tally.add(inputs, output)
+    assert tally.counts().right == [1]
+    assert tally.counts().tau == 2.0
+
+
+def by_hand(hits):
+    """Run lengths of one reply, root by root."""
+    runs, root = [], 0
+    while root < hits.shape[1]:
+        leading = hits[:, root].int().cumprod(0).sum().item()
+        runs.append(min(leading + 1, hits.shape[1] - root))
+        root += runs[-1]
+    return runs
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 4), st.floats(0, 1), st.integers(0, 2**31))
+def test_rounds_of_packed_replies(lengths, steps, rate, seed):
+    """Several replies in one batch, walked at once: as each by itself, one root after the other."""
+    draw = torch.Generator().manual_seed(seed)
+    replies = [torch.rand(steps, n, generator=draw) < rate for n in lengths]
+    hits = torch.cat(replies, dim=1)
+    spans = [1 + i % 2 for i, n in enumerate(lengths) for _ in range(n)]
+    inputs, output = simulated(
+        torch.ones_like(hits, dtype=torch.int64).tolist(), hits.long().tolist(), hits.tolist(), spans
+    )
+    tally = Tally(steps)
+    tally.add(inputs, output)
+    runs = [run for reply in replies for run in by_hand(reply)]
+    assert [walk(reply) for reply in replies] == [by_hand(reply) for reply in replies]
+    counts = tally.counts()
+    assert (counts.rounds, counts.emitted) == (len(runs), sum(runs))
+    assert counts.accepted == [sum(run > k + 1 for run in runs) for k in range(steps)]
 
 
 def test_tau_is_one_plus_the_chained_acceptance():
     """The figures of one table must not contradict each other."""
-    tally = Tally(2)
-    tally.add_walk(*example())
-    rates = tally.rates()
+    rates = counted(example()).rates()
     assert rates["tau"] == pytest.approx(1 + sum(rates["accept_chain"]))
 
 
 def test_nothing_tallied():
     """No round: tau is unknown, not 0 or 1; nothing divides by zero."""
-    rates = Tally(2).rates()
+    rates = counted().rates()
     assert math.isnan(rates["tau"])
     assert rates["loss"] == 0.0
     assert rates["accept"] == rates["accept_chain"] == [0.0, 0.0]
 
 
-def test_merge_sums_everything():
-    """A field that ranks do not share."""
-    one, both = Tally(2), Tally(2)
-    for tally, times in ((one, 1), (both, 2)):
-        for _ in range(times):
-            tally.add_rates(*example())
-            tally.add_walk(*example())
-    merged = Tally(2).merge([one, one])
-    assert merged == both
+def test_merging_sums_everything():
+    """A field that batches, or ranks, do not share."""
+    one, both = counted(example()), counted(example(), example())
+    assert both.rounds == 2 * one.rounds > 0
+    assert all(vars(both).values()), "a field of the example that is 0 tests nothing"
+    assert Counts.merged([one, one]) == both
     assert one.rounds == 3, "merging must not change the others"

@@ -46,7 +46,7 @@ def arguments(made, output, **changes):
         "autocast": "float32",
         "rows_per_step": 4,
         "max_steps": 20,
-        "eval_every": 10,
+        "eval.every": 10,
         "save_every": 5,
         "log_every": 1,
         "threads": 1,
@@ -91,7 +91,7 @@ def check_equal(found, wanted, tolerance=0.0):
 @pytest.fixture(scope="module")
 def crossing(made, tmp_path_factory):
     """A run on 17 rows in steps of 4: steps 5, 9, 13 and 18 take rows of two epochs."""
-    run = train(made, tmp_path_factory.mktemp("crossing") / "run", data__eval_rows=3, eval_every=20)
+    run = train(made, tmp_path_factory.mktemp("crossing") / "run", data__eval_rows=3, eval__every=20)
     assert json.loads((run / "run.json").read_text())["data"]["train_rows"] == 17
     return run
 
@@ -160,7 +160,7 @@ def test_best_is_the_step_of_highest_tau(made, tmp_path, monkeypatch):
     monkeypatch.setattr(run_module, "evaluate", scripted)
     main = runpy.run_path(str(SCRIPT))["main"]
     run = tmp_path / "run"
-    settings = {"max_steps": 8, "eval_every": 2, "save_every": 4, "log_every": 100}
+    settings = {"max_steps": 8, "eval.every": 2, "save_every": 4, "log_every": 100}
     assert main(arguments(made, run, **settings)) == 0
     heads = json.loads((run / "run.json").read_text())
     assert (heads["best_tau"], heads["best_step"]) == (1.6, 4)
@@ -332,7 +332,7 @@ def test_keeping_features_changes_nothing(made, whole, tmp_path):
 def test_micro_batches_change_nothing(made, crossing, tmp_path, tokens):
     """A mean over micro-batches; N_k of the micro-batch alone; accelerate's own division added; short steps where
     an epoch ends. Chats have about 50 tokens: one or two of four fit a forward."""
-    settings = {"tokens_per_batch": tokens, "data__max_length": 60, "data__eval_rows": 3, "eval_every": 20}
+    settings = {"tokens_per_batch": tokens, "data__max_length": 60, "data__eval_rows": 3, "eval.every": 20}
     run = train(made, tmp_path / "run", **settings)
     for found, wanted in zip(metrics(run), metrics(crossing), strict=True):
         assert found["tokens"] == wanted["tokens"]
@@ -355,7 +355,7 @@ def test_accelerates_own_settings_change_nothing(made, whole, tmp_path, monkeypa
 
 def test_bf16_autocast_trains(made, tmp_path):
     """The default precision: gradients, optimiser state and saved weights stay fp32."""
-    run = train(made, tmp_path / "run", autocast="bfloat16", eval_every=20)
+    run = train(made, tmp_path / "run", autocast="bfloat16", eval__every=20)
     rows = metrics(run)
     assert rows[-1]["loss"] < rows[0]["loss"]
     assert all(x.dtype == torch.float32 for x in final(run).values() if x.is_floating_point())
@@ -364,7 +364,7 @@ def test_bf16_autocast_trains(made, tmp_path):
 @pytest.mark.parametrize("options", [{"num_layers": 2, "fc_norm": True}, {"hidden_size": 32, "head_dim": 16}])
 def test_other_heads_train_and_load(made, tmp_path, options):
     """An option that the trainer, the optimiser or the checkpoint does not know."""
-    run = train(made, tmp_path / "run", max_steps=6, eval_every=6, **{f"head__{k}": v for k, v in options.items()})
+    run = train(made, tmp_path / "run", max_steps=6, eval__every=6, **{f"head__{k}": v for k, v in options.items()})
     assert metrics(run)[-1]["loss"] < metrics(run)[0]["loss"]
     assert load_head(run / "best", Target.load(made / "target")).config.num_layers == options.get("num_layers", 1)
 
@@ -382,13 +382,13 @@ def test_wandb_offline(made, tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    run = train(made, tmp_path / "run", log_with="[wandb]", max_steps=4, save_every=2, eval_every=4)
+    run = train(made, tmp_path / "run", log_with="[wandb]", max_steps=4, save_every=2, eval__every=4)
     folders = list((run / "tracking/wandb").glob("offline-run-*"))
     assert len(folders) == 1
     progress = json.loads((run / "checkpoints/step-00000004/progress.json").read_text())
     run_id = progress["state"]["tracker"]["run_id"]
     assert folders[0].name.endswith(run_id)
-    train(made, run, log_with="[wandb]", max_steps=6, save_every=2, eval_every=6)
+    train(made, run, log_with="[wandb]", max_steps=6, save_every=2, eval__every=6)
     progress = json.loads((run / "checkpoints/step-00000006/progress.json").read_text())
     assert progress["state"]["tracker"]["run_id"] == run_id
 
@@ -406,7 +406,7 @@ def test_wandb_without_login(made, tmp_path, monkeypatch):
         return start(mode=mode, **settings)
 
     monkeypatch.setattr(wandb, "init", no_login)
-    run = train(made, tmp_path / "run", log_with="[wandb]", max_steps=2, save_every=2, eval_every=2)
+    run = train(made, tmp_path / "run", log_with="[wandb]", max_steps=2, save_every=2, eval__every=2)
     assert len(list((run / "tracking/wandb").glob("offline-run-*"))) == 1
 
 
@@ -440,7 +440,7 @@ def free_port():
 def test_two_ranks_equal_one_process(made, tmp_path):
     """A mean over ranks, N_k of one rank, unequal batches, evaluation of half the rows; three rows leave a rank that
     takes one by one with a stand-in in every step."""
-    settings = {"data__eval_rows": 3, "max_steps": 6, "eval_every": 6, "rows_per_step": 3}
+    settings = {"data__eval_rows": 3, "max_steps": 6, "eval.every": 6, "rows_per_step": 3}
     settings |= {"data__max_length": 60, "tokens_per_batch": 60}
     one = train(made, tmp_path / "one", **settings)
     # `accelerate launch --cpu` starts several processes through MPI only; torch's launcher needs none

@@ -188,9 +188,9 @@ def test_loss_and_hits_equal_plain_loops(target):
     assert output.loss.item() == pytest.approx(loss, rel=1e-5)
     assert output.step_loss.tolist() == pytest.approx(step_loss, rel=1e-5)
     tally = Tally(steps)
-    tally.add_rates(inputs, output)
-    assert tally.right == right
-    assert tally.counted == inputs.supervision.counted.sum(1).tolist()
+    tally.add(inputs, output)
+    assert tally.counts().right == right
+    assert tally.counts().counted == inputs.supervision.counted.sum(1).tolist()
 
 
 def test_teacher_outside_the_draft_vocabulary(target):
@@ -207,18 +207,18 @@ def test_teacher_outside_the_draft_vocabulary(target):
     gradient = head.fc.weight.grad
     assert gradient is not None
     tally = Tally(1)
-    tally.add_rates(inputs, output)
-    assert tally.rates()["coverage"] == pytest.approx(float(inputs.teacher.in_vocab.float().mean()))
-    assert tally.counted == [len(outside)]
+    tally.add(inputs, output)
+    assert tally.counts().rates()["coverage"] == pytest.approx(float(inputs.teacher.in_vocab.float().mean()))
+    assert tally.counts().counted == [len(outside)]
     # whatever the teacher says there, loss, gradient and accuracy do not move
     inputs.teacher.logits[outside] = 50 * torch.rand(int(outside.sum()), 20)
     head.fc.weight.grad = None
     again, changed = Tally(1), TTTRollout(head)(inputs, normalisers)
     changed.loss.backward()
-    again.add_rates(inputs, changed)
+    again.add(inputs, changed)
     assert torch.equal(changed.step_loss, output.step_loss)
     torch.testing.assert_close(head.fc.weight.grad, gradient, rtol=0, atol=0)
-    assert again.right == tally.right
+    assert again.counts().right == tally.counts().right
 
 
 @torch.no_grad()
@@ -321,7 +321,7 @@ def test_micro_batch_that_supervises_nothing(target, options):
     tally, inputs = Tally(3), prepare(target, head, rows, 3)
     with torch.no_grad():
         tally.add(inputs, TTTRollout(head)(inputs, torch.zeros(3)))
-    assert tally == Tally(3)
+    assert tally.counts() == Tally(3).counts()
     # and beside one that does, it changes nothing
     full = documents([12, 9])
     check_same(gradients(target, head, [full, rows], 3), gradients(target, head, [full], 3))

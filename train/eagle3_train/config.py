@@ -97,33 +97,70 @@ class TTTConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW with linear warm-up and cosine decay.
+    """The optimiser, with linear warm-up and cosine decay.
 
     Args:
-        lr: peak learning rate.
-        beta1: first-moment decay.
-        beta2: second-moment decay.
+        name: adamw, muon (the matrices between embedding and lm_head by Muon, the rest by AdamW), adamw8bit (moments in
+            8 bits; needs bitsandbytes or torchao).
+        lr: peak learning rate, of either part of muon.
+        beta1: first-moment decay of AdamW.
+        beta2: second-moment decay of AdamW.
+        momentum: of Muon.
         weight_decay: decoupled, on matrices only.
         warmup_ratio: share of the steps that warm up.
         final_ratio: learning rate at the end, as a share of the peak.
         clip: largest gradient norm.
+        ema: decay per step of an average of the weights, which is then what is evaluated and exported; 0 = none.
     """
 
+    name: str = "adamw"
     lr: float = 1e-3
     beta1: float = 0.9
     beta2: float = 0.95
+    momentum: float = 0.95
     weight_decay: float = 0.0
     warmup_ratio: float = 0.03
     final_ratio: float = 0.02
     clip: float = 1.0
+    ema: float = 0.0
 
     def __post_init__(self):
+        _one_of("optim.name", self.name, ("adamw", "muon", "adamw8bit"))
         if self.lr <= 0 or self.clip <= 0 or self.weight_decay < 0:
             raise ConfigError("optim.lr and optim.clip must be above 0, optim.weight_decay 0 or more")
         if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1 and 0 <= self.warmup_ratio < 1):
             raise ConfigError("optim.beta1, optim.beta2 and optim.warmup_ratio must be in [0, 1)")
+        if not (0 <= self.momentum < 1 and 0 <= self.ema < 1):
+            raise ConfigError("optim.momentum and optim.ema must be in [0, 1)")
         if not 0 <= self.final_ratio <= 1:
             raise ConfigError(f"optim.final_ratio is {self.final_ratio}; it must be in [0, 1]")
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Evaluation during the run; the last step is always evaluated.
+
+    Args:
+        every: steps between evaluations on the held-out rows (loss, simulated tau); best/ is the best of these.
+        patience: stop after this many evaluations without a better simulated tau; 0 = never.
+        engine_every: steps between evaluations by the engine itself (real tau of chain and tree); 0 = none.
+        prompts: JSONL of prompts for the engine; None = the shipped ones.
+        prompt_count: first prompts of that file to answer.
+        new_tokens: most tokens of an answer.
+    """
+
+    every: int = 100
+    patience: int = 0
+    engine_every: int = 0
+    prompts: str | None = None
+    prompt_count: int = 8
+    new_tokens: int = 64
+
+    def __post_init__(self):
+        for name, least in (("every", 1), ("patience", 0), ("engine_every", 0), ("prompt_count", 1), ("new_tokens", 2)):
+            _at_least(f"eval.{name}", getattr(self, name), least)
+        if self.prompts is not None:
+            object.__setattr__(self, "prompts", os.path.expanduser(self.prompts))
 
 
 @dataclass(frozen=True)
@@ -138,6 +175,7 @@ class TrainConfig:
         ttt: the rollout.
         loss: name -> weight of the terms of the loss: soft_ce, kl, reverse_kl, tv, lk_alpha, lk_lambda, hard_ce.
         optim: the optimiser.
+        eval: evaluation during the run.
         features: where the target's features come from.
         init_head: warm start from this head's folder (its architecture and vocabulary map are kept).
         dtype: of the target: auto (its own), float32, bfloat16, float16.
@@ -147,7 +185,6 @@ class TrainConfig:
         rows_per_step: chats of one optimizer step, over all processes.
         tokens_per_batch: most tokens in one forward of one process (data.max_length or more).
         max_steps: optimizer steps.
-        eval_every: steps between held-out evaluations.
         save_every: steps between checkpoints.
         log_every: steps between metrics records.
         resume: auto (continue what `output` holds), never (refuse a folder that holds a run).
@@ -164,6 +201,7 @@ class TrainConfig:
     ttt: TTTConfig = field(default_factory=TTTConfig)
     loss: dict[str, float] = field(default_factory=lambda: {"soft_ce": 1.0}, hash=False)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
     features: FeaturesConfig = field(default_factory=FeaturesConfig)
     init_head: str | None = None
     dtype: str = "auto"
@@ -173,7 +211,6 @@ class TrainConfig:
     rows_per_step: int = 4
     tokens_per_batch: int = 4096
     max_steps: int = 1000
-    eval_every: int = 100
     save_every: int = 100
     log_every: int = 10
     resume: str = "auto"
@@ -191,7 +228,7 @@ class TrainConfig:
         object.__setattr__(self, "output", os.path.expanduser(self.output))
         if self.init_head is not None:
             object.__setattr__(self, "init_head", os.path.expanduser(self.init_head))
-        for name in ("rows_per_step", "tokens_per_batch", "max_steps", "eval_every", "save_every", "log_every"):
+        for name in ("rows_per_step", "tokens_per_batch", "max_steps", "save_every", "log_every"):
             _at_least(name, getattr(self, name), 1)
         if self.tokens_per_batch < self.data.max_length:
             raise ConfigError(
@@ -204,6 +241,11 @@ class TrainConfig:
             raise ConfigError(f"seed is {self.seed}; it must fit 64 bits")
         if self.resume not in ("auto", "never"):
             raise ConfigError(f"resume is {self.resume!r}; use auto or never")
+        if self.eval.engine_every and self.features.source == "offline":
+            raise ConfigError(
+                "eval.engine_every needs the target's layers, which features.source: offline does not load; set "
+                "eval.engine_every: 0"
+            )
         if not re.fullmatch(r"auto|(cpu|cuda|mps|xpu|npu)(:\d+)?", self.device):
             raise ConfigError(f"device is {self.device!r}; use auto, cpu, cuda or cuda:0")
         if self.autocast not in ("bfloat16", "float32"):

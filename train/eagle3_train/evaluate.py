@@ -1,8 +1,8 @@
 """Simulated tau: what the engine's chain would emit per round on replies that are known."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,68 +12,38 @@ from eagle3_train.ttt import TTTBatch, TTTOutput
 
 
 @dataclass
-class Tally:
-    """Counts over batches; every figure derives from them."""
+class Counts:
+    """Counts over batches; every figure derives from them.
 
-    steps: int
-    rounds: int = 0
-    emitted: int = 0
-    accepted: list[int] = field(default_factory=list)
-    counted: list[int] = field(default_factory=list)
-    right: list[int] = field(default_factory=list)
-    loss: list[float] = field(default_factory=list)
-    alpha: list[float] = field(default_factory=list)
-    in_vocab: int = 0
-    rows: int = 0
+    By step: `counted` rows, those whose draft was the teacher's choice (`right`), their sums of `loss` and `alpha`,
+    and drafts `accepted` by level. `rounds` of the walks and tokens `emitted` by them; supervised `rows`, and those
+    whose teacher's choice is `in_vocab`.
+    """
 
-    def __post_init__(self):
-        for name in ("accepted", "counted", "right"):
-            setattr(self, name, [0] * self.steps)
-        self.loss, self.alpha = [0.0] * self.steps, [0.0] * self.steps
+    counted: list[float]
+    right: list[float]
+    loss: list[float]
+    alpha: list[float]
+    accepted: list[float]
+    rows: float = 0.0
+    in_vocab: float = 0.0
+    rounds: float = 0.0
+    emitted: float = 0.0
 
-    def add(self, inputs: TTTBatch, output: TTTOutput) -> None:
-        self.add_rates(inputs, output)
-        self.add_walk(inputs, output)
+    @classmethod
+    def of(cls, steps: int, sums: Sequence[float]) -> "Counts":
+        """From the numbers in the order of the fields."""
+        return cls(*(list(sums[k * steps : (k + 1) * steps]) for k in range(5)), *sums[5 * steps :])
 
-    def add_rates(self, inputs: TTTBatch, output: TTTOutput) -> None:
-        """Count per-step accuracy against the teacher; a teacher's choice outside the draft vocabulary is a miss."""
-        counted, teacher = inputs.supervision.counted, inputs.teacher
-        step, row = counted.nonzero(as_tuple=True)
-        right = torch.zeros(self.steps, device=step.device)
-        right.index_add_(0, step, (output.prediction[step, row] == teacher.argmax[row + step]).float())
-        for name, sums in (
-            ("counted", counted.sum(1)),
-            ("right", right.long()),
-            ("loss", output.step_loss),
-            ("alpha", output.step_alpha),
-        ):
-            setattr(self, name, [a + b for a, b in zip(getattr(self, name), sums.tolist(), strict=True)])
-        self.rows += len(inputs.supervision.rows)
-        self.in_vocab += int(teacher.in_vocab.sum())
+    @classmethod
+    def merged(cls, parts: Iterable["Counts"]) -> "Counts":
+        """The sum of several ranks' counts, in their order."""
+        columns = zip(*(vars(part).values() for part in parts), strict=True)
+        return cls(*(_sum_lists(c) if isinstance(c[0], list) else sum(c) for c in columns))
 
-    def add_walk(self, inputs: TTTBatch, output: TTTOutput) -> None:
-        """Walk every reply as the engine's chain would, a round from each root reached."""
-        supervision = inputs.supervision
-        hits = ((output.prediction == supervision.tokens) & supervision.counted).cpu()
-        spans = inputs.batch.span_ids[supervision.rows + 1].cpu()
-        for reply in hits.split(spans.unique_consecutive(return_counts=True)[1].tolist(), dim=1):
-            run = walk(reply)
-            self.rounds += len(run)
-            self.emitted += sum(run)
-            for k in range(self.steps):
-                # a run of r tokens is r - 1 drafts and the target's own; the reply's end cuts drafts off
-                self.accepted[k] += sum(length > k + 1 for length in run)
-
-    def merge(self, others: list["Tally"]) -> "Tally":
-        """Sum with the tallies of other ranks."""
-        for other in others:
-            for name, mine in vars(self).items():
-                theirs = getattr(other, name)
-                if isinstance(mine, list):
-                    setattr(self, name, [a + b for a, b in zip(mine, theirs, strict=True)])
-                elif name != "steps":
-                    setattr(self, name, mine + theirs)
-        return self
+    @property
+    def steps(self) -> int:
+        return len(self.counted)
 
     @property
     def tau(self) -> float:
@@ -102,8 +72,72 @@ class Tally:
         }
 
 
-def _shares(parts: Sequence[float], wholes: Sequence[int]) -> list[float]:
-    return [part / max(whole, 1) for part, whole in zip(parts, wholes, strict=True)]
+class Tally:
+    """Adds batches up without waiting for their device; `counts` waits once."""
+
+    def __init__(self, steps: int):
+        self.steps = steps
+        self._parts: list[Tensor] = []
+
+    def add(self, inputs: TTTBatch, output: TTTOutput) -> None:
+        # counts of one batch are exact in fp32
+        self._parts.append(torch.cat([part.float() for part in (*_rates(inputs, output), *_walks(inputs, output))]))
+
+    def counts(self) -> Counts:
+        rows = torch.stack(self._parts).tolist() if self._parts else [[0.0] * (5 * self.steps + 4)]
+        # summed in double precision, in the order of the batches
+        return Counts.of(self.steps, _sum_lists(rows))
+
+
+def _rates(inputs: TTTBatch, output: TTTOutput) -> tuple[Tensor, ...]:
+    """By step: rows counted, and right by the teacher's choice (one outside the draft vocabulary is a miss), loss,
+    alpha."""
+    counted, teacher, rows = inputs.supervision.counted, inputs.teacher, inputs.supervision.rows
+    steps, count = counted.shape
+    taught = torch.arange(count, device=rows.device) + torch.arange(steps, device=rows.device).unsqueeze(1)
+    # an entry past the end is no counted row's
+    right = counted & (output.prediction == teacher.argmax[taught.clamp(max=count - 1)])
+    return counted.sum(1), right.sum(1), output.step_loss, output.step_alpha
+
+
+def _walks(inputs: TTTBatch, output: TTTOutput) -> tuple[Tensor, ...]:
+    """Walk every reply as the engine's chain would: drafts accepted by level; [rows, in vocab, rounds, emitted]."""
+    supervision = inputs.supervision
+    hits = (output.prediction == supervision.tokens) & supervision.counted
+    roots, runs = _rounds(hits, _ends(inputs.batch.span_ids[supervision.rows + 1]))
+    runs = runs * roots
+    # a run of r tokens is r - 1 drafts and the target's own; the reply's end cuts drafts off
+    levels = torch.arange(len(hits), device=hits.device).unsqueeze(1)
+    accepted = (runs > levels + 1).sum(1)
+    rows = torch.full_like(runs.sum(), len(runs))
+    return accepted, torch.stack((rows, inputs.teacher.in_vocab.sum(), roots.sum(), runs.sum()))
+
+
+def _ends(spans: Tensor) -> Tensor:
+    """For each row [R], the first row behind its reply; replies are stretches of one span id."""
+    count = len(spans)
+    after = torch.arange(1, count + 1, device=spans.device)
+    last = torch.ones(count, dtype=torch.bool, device=spans.device)
+    last[:-1] = spans[1:] != spans[:-1]
+    return torch.where(last, after, count).flip(0).cummin(0).values.flip(0)
+
+
+def _rounds(hits: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    """Which rows are roots (bool [R]), and what a round from each row would emit (int64 [R]).
+
+    A round's next root follows its last token; a reply's last round leads to the next reply's first row. So all roots
+    lie on one path from row 0, marked here by jumps of doubled length, without a word from the device to the host.
+    """
+    count = hits.shape[1]
+    at = torch.arange(count, device=hits.device)
+    runs = torch.minimum(hits.long().cumprod(0).sum(0) + 1, ends - at)
+    jump = torch.cat((at + runs, at.new_full((1,), count)))
+    reached = torch.zeros(count + 1, dtype=torch.int64, device=hits.device)
+    reached[:1] = 1
+    for _ in range(count.bit_length()):
+        reached = reached.index_add(0, jump, reached).clamp(max=1)
+        jump = jump[jump]
+    return reached[:count].bool(), runs
 
 
 def walk(hits: Tensor) -> list[int]:
@@ -115,11 +149,13 @@ def walk(hits: Tensor) -> list[int]:
     Returns:
         tokens emitted by each round, cut at the reply's end; they sum to R.
     """
-    remaining = hits.shape[1]
-    leading = hits.int().cumprod(0).sum(0).tolist()
-    runs, root = [], 0
-    while root < remaining:
-        emitted = min(leading[root] + 1, remaining - root)
-        runs.append(emitted)
-        root += emitted
-    return runs
+    roots, runs = _rounds(hits, torch.full((hits.shape[1],), hits.shape[1], device=hits.device))
+    return runs[roots].tolist()
+
+
+def _shares(parts: Sequence[float], wholes: Sequence[float]) -> list[float]:
+    return [part / max(whole, 1) for part, whole in zip(parts, wholes, strict=True)]
+
+
+def _sum_lists(rows: Iterable[Sequence[float]]) -> list[float]:
+    return [sum(column) for column in zip(*rows, strict=True)]

@@ -20,7 +20,7 @@ from eagle3_train.batches import PackedBatch, Supervision, batches_of, supervise
 from eagle3_train.chats import read_chats
 from eagle3_train.config import TrainConfig
 from eagle3_train.data import DataReport, load_data, token_counts
-from eagle3_train.evaluate import Tally
+from eagle3_train.evaluate import Counts, Tally
 from eagle3_train.features import Features, check_memory
 from eagle3_train.render import ChatRenderer
 from eagle3_train.state import RunState
@@ -188,13 +188,14 @@ def normalisers(
     return total[:-1].float(), int(total[-1])
 
 
-def over_ranks(tally: Tally, accelerator: Accelerator) -> Tally:
-    """The sum of all ranks' tallies, on every rank."""
-    return tally if accelerator.num_processes == 1 else Tally(tally.steps).merge(gather_object([tally]))
+def over_ranks(tally: Tally, accelerator: Accelerator) -> Counts:
+    """The sum of all ranks' counts, on every rank."""
+    counts = tally.counts()
+    return counts if accelerator.num_processes == 1 else Counts.merged(gather_object([counts]))
 
 
 @torch.no_grad()
-def evaluate(parts: Parts, rollout: TTTRollout, config: TrainConfig, accelerator: Accelerator, autocast) -> Tally:
+def evaluate(parts: Parts, rollout: TTTRollout, config: TrainConfig, accelerator: Accelerator, autocast) -> Counts:
     """Simulated tau and rates over the held-out rows, shared among the ranks; `rollout` is not the wrapped one."""
     steps = config.ttt.steps
     tally = Tally(steps)

@@ -16,7 +16,7 @@ PROGRESS = "progress.json"
 # settings that a resumed run may change without being another run
 FREE = {
     "output",
-    "eval_every",
+    "eval",
     "save_every",
     "log_every",
     "threads",
@@ -105,7 +105,9 @@ def _plain(config: Any) -> dict[str, Any]:
 
 
 def _changes(old: Any, new: Any, name: str = "") -> list[str]:
+    if name in FREE:
+        return []
     if isinstance(old, dict) and isinstance(new, dict):
         inner = [_changes(old.get(k), v, f"{name}.{k}" if name else k) for k, v in new.items()]
         return [change for part in inner for change in part]
-    return [] if old == new or name in FREE else [f"{name}: {old} -> {new}"]
+    return [] if old == new else [f"{name}: {old} -> {new}"]
