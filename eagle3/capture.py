@@ -53,6 +53,8 @@ class Capture:
     def __init__(self, target, layers: Sequence[int], max_rows: int):
         self.layers = check_layers(layers, target.num_layers)
         self.hidden_size = target.hidden_size
+        if self.layers:
+            target.need_layers("captured features")
         self._modules: list[nn.Module] = [target.layers[i] for i in self.layers]
         self._rows = 0
         shape = (max_rows, len(self.layers) * self.hidden_size)

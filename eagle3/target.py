@@ -10,21 +10,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from eagle3.attention import SEAM, AttentionContext, DenseCausal, attending, register_seam
 from eagle3.errors import ConfigError, UnsupportedTargetError
+from eagle3.loading import LOAD_ERRORS, decoder_layers, load_model
 from eagle3.rope import position_limit
 
 ALLOWED_LAYERS = {"full_attention", "sliding_attention"}
 PROBE_TOKENS = 48
-# what transformers raises on files that are missing, broken, foreign or do not fit together
-_LOAD_ERRORS = (
-    *(OSError, ValueError, TypeError, KeyError, AttributeError, ImportError, RuntimeError),
-    *(SafetensorError, StrictDataclassError),
-)
 _REBUILT = "logits rebuilt from the last hidden state differ from the model's by"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -57,22 +51,25 @@ class Target:
     """A causal LM whose every attention layer goes through the context handed to `hidden`.
 
     Attributes:
-        layers: the decoder layers; num_layers, hidden_size, vocab_size (lm_head rows) describe them.
+        layers: the decoder layers that are loaded; fewer than num_layers in a target for offline features.
+        num_layers, hidden_size, vocab_size (lm_head rows): of the whole target.
+        fingerprint: short hash of architecture and weights; the same checkpoint gives the same in float32 and bfloat16.
         usable_vocab: ids below it belong to the tokenizer (all of vocab_size without one).
         eos_ids: every end-of-sequence id of the generation config, the config and the tokenizer.
         max_positions: positions a row may use (see rope.position_limit).
         lock: held during forwards, and by who captures hidden states of one, so that threads may share a target.
     """
 
-    def __init__(self, model: Any, tokenizer: Any = None, path: str = "(in memory)"):
+    def __init__(self, model: Any, tokenizer: Any = None, path: str = "(in memory)", num_layers: int | None = None):
+        """`num_layers`: of the whole target, where the model was cut to its first ones."""
         if why := _refusal(model):
             raise UnsupportedTargetError(f"{type(model).__name__}: {why}")
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.path = path
         self.text_config = model.config.get_text_config(decoder=True)
-        self.layers = _decoder_layers(model, self.text_config.num_hidden_layers)
-        self.num_layers = len(self.layers)
+        _, self.layers = decoder_layers(model, self.text_config.num_hidden_layers)
+        self.num_layers = num_layers or len(self.layers)
         self.hidden_size = self.text_config.hidden_size
         self.lm_head = model.get_output_embeddings()
         self.vocab_size = self.lm_head.weight.shape[0]
@@ -89,34 +86,40 @@ class Target:
         except Exception:
             self._use(self._stock_attention)
             raise
+        self.fingerprint = self._fingerprint()
+        # what is told of the architecture is told of the whole target
+        self.text_config.num_hidden_layers = self.num_layers
 
     @classmethod
-    def load(cls, path: str | Path, dtype: str = "auto", device: str = "cpu", tokenizer: bool = True) -> "Target":
+    def load(
+        cls,
+        path: str | Path,
+        dtype: str = "auto",
+        device: str = "cpu",
+        tokenizer: bool = True,
+        layers: int | None = None,
+    ) -> "Target":
         """Load a folder or hub id (sharded or not, tied or not) and probe it.
 
         Args:
             path: folder, hub id, or the name of the embedded default (eagle3.embedded.EMBEDDED).
             dtype: auto (the checkpoint's), float32, bfloat16, float16.
+            layers: read only the first `layers` decoder layers, with embedding, final norm and lm_head. Such a target
+                embeds, makes logits and describes itself (num_layers, fingerprint, ...) as the whole one, but refuses
+                to run.
         Raises:
             ConfigError: no such folder, dtype or device, or weights that are broken or incomplete.
-            UnsupportedTargetError: the architecture cannot be driven through the seam.
+            UnsupportedTargetError: the architecture cannot be driven through the seam, or not be cut to `layers`.
         """
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoTokenizer
 
         folder, torch_dtype, place = resolve_path(path), parse_dtype(dtype), parse_device(device)
         try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=torch_dtype or "auto", output_loading_info=True
-            )
+            model, depth = load_model(folder, torch_dtype, layers)
             tok = AutoTokenizer.from_pretrained(folder) if tokenizer else None
-        except _LOAD_ERRORS as error:
+        except LOAD_ERRORS as error:
             raise ConfigError(f"target {str(path)!r} cannot be loaded: {_first_line(error)}") from error
-        model, report = loaded
-        if absent := sorted(report["missing_keys"]):
-            raise ConfigError(
-                f"target {str(path)!r} lacks {len(absent)} weights, which would stay random: {', '.join(absent[:4])}"
-            )
-        return cls(model.to(place), tok, path=str(path))
+        return cls(model.to(place), tok, path=str(path), num_layers=depth)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -136,7 +139,13 @@ class Target:
         Args:
             ids, positions: int64 [T].
             ctx: where K/V go and what each row sees.
+        Raises:
+            ConfigError: not all layers were loaded.
         """
+        self.need_layers("hidden states")
+        return self._hidden(ids, positions, ctx)
+
+    def _hidden(self, ids: Tensor, positions: Tensor, ctx: AttentionContext) -> Tensor:
         with self.lock, attending(ctx):
             output = self._decoder(input_ids=ids[None], position_ids=positions[None], use_cache=False, ctx=ctx)
         return output.last_hidden_state[0]
@@ -159,18 +168,26 @@ class Target:
     @contextmanager
     def stock(self) -> Iterator[Any]:
         """The model with transformers' own attention, for `generate` and comparisons."""
+        self.need_layers("the model's own forwards")
         self._use(self._stock_attention)
         try:
             yield self.model
         finally:
             self._use(SEAM)
 
-    @property
-    def fingerprint(self) -> str:
-        """Short hash of architecture and weights; the same checkpoint gives the same in float32 and bfloat16."""
+    def need_layers(self, purpose: str) -> None:
+        """Raise ConfigError if the target was loaded without some of its decoder layers."""
+        if len(self.layers) < self.num_layers:
+            raise ConfigError(
+                f"{purpose} need all {self.num_layers} decoder layers of {self.path}; {len(self.layers)} were loaded, "
+                "which is enough for offline features only"
+            )
+
+    def _fingerprint(self) -> str:
+        """From lm_head and the first layer, which a cut target has, too."""
         text = f"{type(self.model).__name__}/{self.num_layers}/{self.hidden_size}/{self.vocab_size}"
         digest = hashlib.sha256(text.encode())
-        matrices = [p for p in self.layers[-1].parameters() if p.dim() == 2]
+        matrices = [p for p in self.layers[0].parameters() if p.dim() == 2]
         for weight in (self.lm_head.weight, *matrices):
             sample = weight.detach()[:: max(1, weight.shape[0] // 64), :64].to("cpu", torch.bfloat16)
             digest.update(sample.contiguous().view(torch.uint8).numpy().tobytes())
@@ -199,7 +216,7 @@ class Target:
         self._check_calls(ctx.windows)
         self._check_close("logits through the attention seam differ from the model's own by", ours, stock, 16)
         # apart from attention: a lost soft-cap of the logits hides in 16 ulp of bfloat16
-        rebuilt = self.logits(self.hidden(ids, positions, DenseCausal([count], plain=True)))
+        rebuilt = self.logits(self._hidden(ids, positions, DenseCausal([count], plain=True)))
         self._check_close(_REBUILT, rebuilt, ours, 1)
 
     def _model_logits(self, ids: Tensor, positions: Tensor, ctx: AttentionContext) -> Tensor:
@@ -220,11 +237,12 @@ class Target:
             )
 
     def _check_calls(self, windows: dict[int, int | None]) -> None:
-        if sorted(windows) != list(range(self.num_layers)):
+        count = len(self.layers)
+        if sorted(windows) != list(range(count)):
             raise UnsupportedTargetError(
-                f"{type(self.model).__name__}: attention layers {sorted(windows)} of {self.num_layers} came to the seam"
+                f"{type(self.model).__name__}: attention layers {sorted(windows)} of {count} came to the seam"
             )
-        kinds = _layer_kinds(self.text_config)
+        kinds = _layer_kinds(self.text_config)[:count]
         expects = "sliding_attention" in kinds if kinds else bool(self.text_config.to_dict().get("sliding_window"))
         if expects != any(windows.values()):
             raise UnsupportedTargetError(
@@ -264,13 +282,13 @@ def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def _layer_kinds(config) -> set[str]:
-    return set(config.to_dict().get("layer_types") or [])
+def _layer_kinds(config) -> list[str]:
+    return config.to_dict().get("layer_types") or []
 
 
 def _refusal(model) -> str | None:
     """Why the model cannot be driven through the seam, as far as can be told before a forward."""
-    odd = _layer_kinds(model.config.get_text_config(decoder=True)) - ALLOWED_LAYERS
+    odd = set(_layer_kinds(model.config.get_text_config(decoder=True))) - ALLOWED_LAYERS
     if odd:
         return f"layer types {sorted(odd)} are not supported; allowed are {sorted(ALLOWED_LAYERS)}"
     if model._is_stateful:
@@ -300,14 +318,6 @@ def _has_alibi(config) -> bool:
         case "mpt":
             return config.attn_config.alibi
     return False
-
-
-def _decoder_layers(model, count: int) -> nn.ModuleList:
-    lists = (m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count)
-    for layers in lists:
-        if any(hasattr(part, "layer_idx") for part in layers[0].modules()):
-            return layers
-    raise UnsupportedTargetError(f"{type(model).__name__}: no list of {count} decoder layers with attention was found")
 
 
 def eos_ids(config: Any, generation_config: Any = None, tokenizer: Any = None) -> tuple[int, ...]:

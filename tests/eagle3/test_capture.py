@@ -143,7 +143,9 @@ class TupleLayer(torch.nn.Module):
 def test_layers_that_return_tuples():
     """Catches: families whose decoder layers return (hidden, ...)."""
     layer, rows = TupleLayer(), torch.randn(1, 3, 4)
-    shallow = SimpleNamespace(layers=[layer], num_layers=1, hidden_size=4, dtype=torch.float32, device="cpu")
+    shallow = SimpleNamespace(
+        layers=[layer], num_layers=1, hidden_size=4, dtype=torch.float32, device="cpu", need_layers=lambda purpose: None
+    )
     capture = Capture(shallow, (0,), 8)
     with capture.rows(3):
         layer(rows)
