@@ -17,6 +17,7 @@ class Progress:
         start_step: the step that a resumed run goes on from.
         every: steps between lines where the stream is no terminal.
         stream: where to print, stderr by default; `enabled=False` prints nothing (other ranks).
+        unit: what the line counts.
     """
 
     WINDOW = 20
@@ -28,9 +29,10 @@ class Progress:
         every: int = 10,
         stream: TextIO | None = None,
         enabled: bool = True,
+        unit: str = "step",
         clock: Callable[[], float] = time.monotonic,
     ):
-        self.total, self.every, self.enabled = total_steps, every, enabled
+        self.total, self.every, self.enabled, self.unit = total_steps, every, enabled, unit
         self._stream, self._clock = stream or sys.stderr, clock
         self._live = self._stream.isatty()
         self._width = 0
@@ -68,7 +70,7 @@ class Progress:
         left = (end - start) / max(last - first, 1) * (self.total - step)
         shown = [f"{name} {value:.4g}" for name, value in values.items() if value is not None]
         rate = f"{self.tokens_per_second:,.0f} tok/s"
-        return "  ".join([f"step {step}/{self.total}", *shown, rate, f"ETA {_clock_text(left)}"])
+        return "  ".join([f"{self.unit} {step}/{self.total}", *shown, rate, f"ETA {_clock_text(left)}"])
 
     def _show(self, line: str) -> None:
         if not self._live:
