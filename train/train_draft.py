@@ -61,8 +61,8 @@ def _train(config: TrainConfig, run: "Run") -> None:
     accelerator, steps = run.accelerator, config.ttt.steps
     parts = load_parts(config, run)
     target, head = parts.target, parts.head
-    rollout = TTTRollout(head, config.ttt.decay)
-    wrapped, optimizer = accelerator.prepare(rollout, make_optimizer(rollout.parameters(), config.optim))
+    rollout = TTTRollout(head, config.ttt, config.loss)
+    wrapped, optimizer = accelerator.prepare(rollout, make_optimizer(rollout.named_parameters(), config.optim))
     ranks = accelerator.process_index, accelerator.num_processes
     stream = ShuffledRows(parts.train_rows, config.seed)
     batches = Batches(stream, config.rows_per_step, config.tokens_per_batch, *ranks)

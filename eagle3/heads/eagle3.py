@@ -4,6 +4,7 @@ Parameter names are the reference checkpoint's; `step` never knows where keys an
 """
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -118,6 +119,14 @@ class PlainLayer(nn.Module):
         return h + self.mlp(self.post_attention_layernorm(h))
 
 
+class LMHead(nn.Linear):
+    """The output matrix. A fused loss runs inside this module's call too: sharded training gathers weights there."""
+
+    def forward(self, h: Tensor, loss: Callable[[Tensor, Tensor], Any] | None = None) -> Any:
+        """h [..., H] -> logits [..., Vd]; with `loss`, what loss(h, weight) returns."""
+        return super().forward(h) if loss is None else loss(h, self.weight)
+
+
 class Eagle3Head(nn.Module):
     """Draft head for one target. Weights are trainable; `d2t`, `t2d` and the rotary table are buffers."""
 
@@ -142,7 +151,7 @@ class Eagle3Head(nn.Module):
         self.midlayer = FirstLayer(config)
         self.layers = nn.ModuleDict({str(i): PlainLayer(config, i) for i in range(1, config.num_layers)})
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.lm_head = LMHead(config.hidden_size, config.draft_vocab_size, bias=False)
         self.register_buffer("d2t", vocab_map.d2t.clone())
         self.register_buffer("t2d", vocab_map.t2d.clone())
         rope = RopeSpec(config.rope_parameters, config.head_dim, config.max_position_embeddings)

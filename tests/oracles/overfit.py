@@ -14,6 +14,7 @@ from eagle3.heads.eagle3 import Eagle3Head
 from eagle3.target import Target
 from eagle3.vocab import build_vocab_map
 from eagle3_train.batches import PackedBatch, pack, supervise
+from eagle3_train.config import TTTConfig
 from eagle3_train.evaluate import Counts, Tally
 from eagle3_train.features import Features
 from eagle3_train.ttt import TTTBatch, TTTOutput, TTTRollout
@@ -82,7 +83,7 @@ def mapped_head(target: Target, batch: PackedBatch, draft_vocab_size: int, seed:
 
 
 def train(target: Target, head: Eagle3Head, batch: PackedBatch, optimizer_steps: int, ttt_steps: int) -> None:
-    rollout = TTTRollout(head, 1.0)
+    rollout = TTTRollout(head, TTTConfig(decay=1.0))
     inputs = Features(target, head, len(batch.ids)).prepare(batch, supervise(batch, head.t2d, ttt_steps))
     counts = inputs.supervision.counted.sum(1).float()
     optimizer = torch.optim.AdamW(head.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0)

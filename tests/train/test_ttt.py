@@ -10,9 +10,10 @@ import torch
 from eagle3.attention import DenseCausal
 from eagle3_train import ttt
 from eagle3_train.batches import pack, supervise
+from eagle3_train.config import TTTConfig
 from eagle3_train.evaluate import Tally
 from eagle3_train.features import Features
-from eagle3_train.ttt import TTTRollout
+from eagle3_train.ttt import TTTRollout, dpace_weights, noisy
 from oracles.chain import ChainDrafter
 from oracles.overfit import mapped_head
 from oracles.tiny import tiny_target
@@ -183,7 +184,7 @@ def test_loss_and_hits_equal_plain_loops(target):
     inputs = prepare(target, head, rows, steps)
     normalisers = inputs.supervision.counted.sum(1).float()
     with torch.no_grad():
-        output = TTTRollout(head, decay)(inputs, normalisers)
+        output = TTTRollout(head, TTTConfig(decay=decay))(inputs, normalisers)
     loss, step_loss, right = brute_loss(target, head, inputs, rows, steps, decay)
     assert output.loss.item() == pytest.approx(loss, rel=1e-5)
     assert output.step_loss.tolist() == pytest.approx(step_loss, rel=1e-5)
@@ -269,7 +270,7 @@ def gradients(target, head, micro, steps):
     normalisers = sum(i.supervision.counted.sum(1).float() for i in inputs)
     total = 0.0
     for one in inputs:
-        output = TTTRollout(head, 0.8)(one, normalisers)
+        output = TTTRollout(head)(one, normalisers)
         output.loss.backward()
         total += output.loss.item()
     return total, {name: p.grad for name, p in head.named_parameters()}
@@ -364,3 +365,126 @@ def test_rows_that_nobody_reads_are_not_computed(target, monkeypatch):
     with torch.no_grad():
         TTTRollout(head)(prepare(target, head, rows, 3), torch.ones(3))
     assert asked == [9, 9, 9]
+
+
+def stepped(rollout, inputs):
+    """(loss, gradients by name) of one forward and backward."""
+    rollout.zero_grad()
+    output = rollout(inputs, inputs.supervision.counted.sum(1).float())
+    output.loss.backward()
+    return output.loss.detach(), {name: p.grad.clone() for name, p in rollout.named_parameters()}
+
+
+def check_bit_equal(found, wanted):
+    assert torch.equal(found[0], wanted[0])
+    for name, grad in wanted[1].items():
+        assert torch.equal(found[1][name], grad), name
+
+
+@pytest.mark.parametrize("options", ["default", "everything", "own_embedding"])
+def test_checkpointing_changes_no_bit(target, options):
+    """A recomputed step that sees its own keys twice, or none; a weight whose gradient is lost."""
+    rows = documents([14, 19, 3, 11])
+    head = random_head(target, rows, **OPTIONS[options])
+    inputs = prepare(target, head, rows, 4)
+    plain = stepped(TTTRollout(head), inputs)
+    check_bit_equal(stepped(TTTRollout(head, TTTConfig(checkpointing=True)), inputs), plain)
+    check_bit_equal(stepped(TTTRollout(head), inputs), plain)
+
+
+def test_checkpointing_keeps_less(target):
+    """Activations of the layer kept all the same."""
+    rows = documents([40, 40])
+    head = random_head(target, rows)
+    inputs = prepare(target, head, rows, 4)
+
+    def kept(config):
+        sizes = {}
+        hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda x: sizes.setdefault(x.data_ptr(), x.numel()) and x, lambda x: x
+        )
+        with hooks:
+            TTTRollout(head, config)(inputs, torch.ones(4))
+        return sum(sizes.values())
+
+    weights = sum(p.numel() for p in head.parameters())
+    assert kept(TTTConfig(checkpointing=True)) - weights < 0.5 * (kept(TTTConfig()) - weights)
+
+
+def test_dpace_weights_by_hand():
+    """A row's step is worth the accepted tokens that hang on it: later ones too, weighed by all before."""
+    counted = torch.tensor([[True, True, True], [True, False, True], [True, False, False]])
+    # step by step: rows 0, 1, 2; rows 0, 2; row 0
+    alpha = torch.tensor([0.5, 0.9, 0.0, 0.8, 0.7, 0.25])
+    row_0 = [0.5 + 0.5 * 0.8 + 0.5 * 0.8 * 0.25, 0.5 * 0.8 + 0.5 * 0.8 * 0.25, 0.5 * 0.8 * 0.25]
+    wanted = [row_0[0], 0.9, 0.0, row_0[1], 0.0, row_0[2]]
+    torch.testing.assert_close(dpace_weights(alpha, counted), torch.tensor(wanted))
+
+
+def test_dpace_weights_are_the_derivative_of_the_accepted_length():
+    """The rule itself, against autograd of the expected number of accepted tokens."""
+    draw = torch.Generator().manual_seed(0)
+    log_alpha = torch.rand(5, 4, generator=draw).log().requires_grad_()
+    counted = torch.arange(5)[:, None] < torch.tensor([5, 2, 0, 3])
+    expected = sum(log_alpha[:n, r].cumsum(0).exp().sum() for r, n in enumerate([5, 2, 0, 3]))
+    (grad,) = torch.autograd.grad(expected, log_alpha)
+    torch.testing.assert_close(dpace_weights(log_alpha.detach()[counted].exp(), counted), grad[counted])
+
+
+def test_dpace_loss_equals_an_enumeration(target):
+    """Weights of another row or step, decay or N_k dropped, a gradient through the weights."""
+    steps, rows = 3, documents([12, 9])
+    head = random_head(target, rows, 40)
+    inputs = prepare(target, head, rows, steps)
+    counted, counts = inputs.supervision.counted, inputs.supervision.counted.sum(1).float()
+    config = TTTConfig(weights="dpace", decay=0.7)
+    loss, grads = stepped(TTTRollout(head, config), inputs)
+
+    def pairs(k, r):
+        """The same rollout, asked about one row at one step alone."""
+        alone = torch.zeros_like(counted)
+        alone[k, r] = True
+        one = replace(inputs, supervision=replace(inputs.supervision, counted=alone))
+        return TTTRollout(head, TTTConfig(decay=1.0))(one, torch.ones(steps))
+
+    total = torch.zeros(())
+    for r in range(counted.shape[1]):
+        depth = int(counted[:, r].sum())
+        outputs = [pairs(k, r) for k in range(depth)]
+        alphas = [float(output.step_alpha[k]) for k, output in enumerate(outputs)]
+        for k in range(depth):
+            worth = sum(math.prod(alphas[: m + 1]) for m in range(k, depth))
+            total = total + worth * 0.7**k / counts[k] * outputs[k].loss
+    head.zero_grad()
+    total.backward()
+    total = total.detach()
+    check_same((float(loss), grads), (float(total), {f"head.{name}": p.grad for name, p in head.named_parameters()}))
+
+
+def test_terms_reach_the_loss(target):
+    """A mix of terms that is dropped on the way: the loss is linear in the weights of its terms."""
+    rows = documents([12, 9])
+    head = random_head(target, rows, 40)
+    inputs, ones = prepare(target, head, rows, 2), torch.ones(2)
+    with torch.no_grad():
+        losses = {
+            str(terms): float(TTTRollout(head, terms=terms)(inputs, ones).loss)
+            for terms in ({"soft_ce": 1.0}, {"tv": 1.0}, {"soft_ce": 0.5, "tv": 2.0})
+        }
+    soft_ce, tv, mix = losses.values()
+    assert soft_ce != pytest.approx(tv, rel=0.1)
+    assert mix == pytest.approx(0.5 * soft_ce + 2 * tv, rel=1e-5)
+
+
+def test_noise_depends_on_seed_step_and_document_alone():
+    """Noise that changes with the pack, the rank or the order: resume or another world size would train otherwise."""
+    features = torch.zeros(9, 5000)
+    together = noisy(features, 0.5, 3, 7, [11, 4, 8], [2, 4, 3])
+    torch.testing.assert_close(noisy(features[:7], 0.5, 3, 7, [8, 4], [3, 4])[3:], together[2:6], rtol=0, atol=0)
+    assert float(together.std()) == pytest.approx(0.5, rel=0.02)
+    assert abs(float(together.mean())) < 0.01
+    for other in (noisy(features, 0.5, 4, 7, [11, 4, 8], [2, 4, 3]), noisy(features, 0.5, 3, 8, [11, 4, 8], [2, 4, 3])):
+        assert not torch.equal(other, together)
+    rows = together.split([2, 4, 3])
+    assert abs(float((rows[0] * rows[1][:2]).mean())) < 0.02
+    assert noisy(features, 0.0, 3, 7, [11, 4, 8], [2, 4, 3]) is features
