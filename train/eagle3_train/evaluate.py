@@ -33,13 +33,15 @@ class Counts:
     @classmethod
     def of(cls, steps: int, sums: Sequence[float]) -> "Counts":
         """From the numbers in the order of the fields."""
-        return cls(*(list(sums[k * steps : (k + 1) * steps]) for k in range(5)), *sums[5 * steps :])
+        lists: Any = [list(sums[k * steps : (k + 1) * steps]) for k in range(5)]
+        return cls(*lists, *sums[5 * steps :])
 
     @classmethod
     def merged(cls, parts: Iterable["Counts"]) -> "Counts":
         """The sum of several ranks' counts, in their order."""
-        columns = zip(*(vars(part).values() for part in parts), strict=True)
-        return cls(*(_sum_lists(c) if isinstance(c[0], list) else sum(c) for c in columns))
+        columns: Iterable[Any] = zip(*(vars(part).values() for part in parts), strict=True)
+        sums: Any = (_sum_lists(c) if isinstance(c[0], list) else sum(c) for c in columns)
+        return cls(*sums)
 
     @property
     def steps(self) -> int:
