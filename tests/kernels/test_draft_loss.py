@@ -7,6 +7,7 @@ import torch
 
 from eagle3_kernels.draft_loss import draft_loss, fused
 from eagle3_kernels.draft_loss.reference import draft_loss_reference
+from eagle3_kernels.loss_terms import LOSS_TERMS, check_terms
 
 
 def inputs(rows, vocab, hidden=16, dtype=torch.float32, scale=1.0, seed=0):
@@ -132,8 +133,8 @@ def test_nothing_of_size_rows_by_vocab_is_kept():
 
 
 def test_evaluation_makes_no_gradients():
-    """A frozen lm_head that pays for its gradient, held-out evaluation that still pays for the gradient's two products (autograd tells a Function of weights
-    that need gradients even inside no_grad)."""
+    """A frozen lm_head that pays for its gradient; held-out evaluation that pays for both (autograd tells a Function of
+    weights that need gradients even inside no_grad)."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Products(TorchDispatchMode):
@@ -143,13 +144,165 @@ def test_evaluation_makes_no_gradients():
             self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_)
             return func(*args, **(kwargs or {}))
 
-    h, weight, *rest = inputs(4, 7)
+    h, weight, *_ = arguments = inputs(4, 7)
     h.requires_grad_()
     with Products() as frozen:
-        draft_loss(h, weight, *rest)
+        draft_loss(*arguments)
     weight.requires_grad_()
     with Products() as training:
-        draft_loss(h, weight, *rest)
+        draft_loss(*arguments)
     with torch.no_grad(), Products() as evaluating:
-        draft_loss(h, weight, *rest)
+        draft_loss(*arguments)
     assert (training.count, frozen.count, evaluating.count) == (3, 2, 1)
+
+
+MIXES = [
+    *({name: 1.0} for name in LOSS_TERMS),
+    {"soft_ce": 0.0, "tv": 0.7},
+    {"kl": 0.3, "reverse_kl": 0.5, "lk_lambda": 2.0},
+    {name: 0.1 + i for i, name in enumerate(LOSS_TERMS)},
+]
+
+
+def check_against_fp64(terms, h, weight, teacher, lse, taught, row_weights, tolerance):
+    """Values and gradients against eager autograd in fp64 on the very same inputs."""
+    double = (x.double() for x in (h, weight, teacher, lse))
+    wanted, *wanted_grads = run(draft_loss_reference, *double, taught, row_weights.double(), terms)
+    assert wanted.loss.dtype == torch.float64
+    found, *found_grads = run(draft_loss, h, weight, teacher, lse, taught, row_weights, terms)
+    torch.testing.assert_close(found.loss.double(), wanted.loss, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(found.row_loss.double(), wanted.row_loss, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(found.alpha.double(), wanted.alpha, rtol=tolerance, atol=tolerance)
+    assert torch.equal(found.prediction, wanted.prediction)
+    for name, f, w in zip(("h", "weight"), found_grads, wanted_grads, strict=True):
+        assert (f - w).norm() <= tolerance * w.norm() + 1e-12, f"d {name}: {(f - w).norm() / w.norm()}"
+
+
+@pytest.mark.parametrize("terms", MIXES, ids=lambda terms: "+".join(terms))
+@pytest.mark.parametrize("vocab", [7, 1000])
+@pytest.mark.parametrize("mass", [1.0, 0.6, 1e-3])
+def test_terms_equal_eager_fp64(terms, vocab, mass, monkeypatch):
+    """A wrong sign, mask, factor or constant in a closed form; p taken for P; a chunk's or a pass's edge."""
+    monkeypatch.setattr(fused, "CHUNK", 8 * vocab)
+    monkeypatch.setattr(fused, "CACHED", 3 * vocab)
+    h, weight, teacher, _, *rest = inputs(19, vocab)
+    lse = teacher.logsumexp(-1) - math.log(mass)
+    check_against_fp64(terms, h, weight, teacher, lse, *rest, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("terms", [{"soft_ce": 1.0}, MIXES[-1]], ids=["soft_ce", "mix"])
+def test_terms_at_a_whole_vocabulary(terms):
+    """Sums over 131073 tokens (odd, larger than a pass): rounding that grows with the vocabulary, rows cut wrongly."""
+    h, weight, teacher, lse, *rest = inputs(5, 131073, 8)
+    check_against_fp64(terms, h, weight, teacher, lse, *rest, tolerance=2e-4)
+
+
+@pytest.mark.parametrize("name", LOSS_TERMS)
+def test_terms_at_their_extremes(name):
+    """exp or 1 / alpha overflowing where draft and teacher are certain, of the same token or of another."""
+    weight = torch.eye(4)
+    h = 200 * torch.tensor([[1.0, 0, 0, 0], [0, 1.0, 0, 0], [0, 0, 0, 0]])
+    teacher = 200 * torch.tensor([[1.0, 0, 0, 0]])
+    arguments = teacher, torch.tensor([200.0]), torch.zeros(3, dtype=torch.int64), torch.ones(3)
+    result, d_h, d_weight = run(draft_loss, h, weight, *arguments, {name: 1.0})
+    for x in (result.row_loss, result.alpha, d_h, d_weight):
+        assert x.isfinite().all()
+    assert result.alpha.tolist() == pytest.approx([1, 0, 0.25])
+    # nothing to learn where they agree
+    assert result.row_loss[0].item() == pytest.approx(0, abs=1e-6)
+    assert d_h[0].abs().max() < 1e-5
+    assert result.row_loss[1] > result.row_loss[2] > 0
+
+
+def test_terms_by_hand():
+    """Every term as its own sum: q = (1/4, 3/4), p = (1/2, 1/2), P = (0.4, 0.4)."""
+    h, weight = torch.tensor([[1.0]]), torch.tensor([[0.0], [math.log(3)]])
+    arguments = torch.full((1, 2), math.log(0.4)), torch.zeros(1), torch.tensor([0]), torch.tensor([1.0])
+    alpha, kl = 0.65, math.log(0.5) - 0.5 * math.log(3 / 16)
+    wanted = {
+        "soft_ce": -0.5 * math.log(3 / 16),
+        "kl": kl,
+        "reverse_kl": 0.25 * math.log(0.5) + 0.75 * math.log(1.5),
+        "tv": 1 - alpha,
+        "lk_alpha": -math.log(alpha),
+        "lk_lambda": math.exp(-3 * alpha) * kl + (1 - math.exp(-3 * alpha)) * (1 - alpha),
+        "hard_ce": math.log(4),
+    }
+    for op in (draft_loss, draft_loss_reference):
+        for name, value in wanted.items():
+            assert op(h, weight, *arguments, {name: 2.0}).row_loss.item() == pytest.approx(2 * value, rel=1e-5), name
+    assert wanted.keys() == set(LOSS_TERMS)
+
+
+@pytest.mark.parametrize("name", LOSS_TERMS)
+def test_terms_skip_rows_of_weight_zero(name):
+    """A row that does not count moves the head through a term's own factor."""
+    h, weight, teacher, lse, taught, row_weights = inputs(30, 7)
+    _, d_h, _ = run(draft_loss, h, weight, teacher, lse, taught, row_weights, {name: 1.0})
+    assert not d_h[row_weights == 0].any()
+    assert d_h[row_weights > 0].any(-1).float().mean() > 0.8
+
+
+@pytest.mark.parametrize("name", LOSS_TERMS)
+def test_a_nan_teacher_shows(name):
+    """NaN of a broken target swallowed by a max, a mask or a comparison: the head would learn from garbage."""
+    h, weight, teacher, lse, taught, row_weights = inputs(30, 7)
+    teacher[taught[3], 2] = torch.nan
+    row_weights[3] = 1.0
+    lse = torch.where(teacher.isnan().any(-1), torch.nan, lse)
+    result, d_h, _ = run(draft_loss, h, weight, teacher, lse, taught, row_weights, {name: 1.0})
+    assert result.loss.isnan()
+    assert d_h[3].isnan().any()
+    assert d_h[taught != taught[3]].isfinite().all()
+
+
+def test_only_what_the_terms_need_is_computed():
+    """soft_ce alone paying for the other terms: their passes over [m, Vd]."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Touched(TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            self.elements += sum(x.numel() for x in (out if isinstance(out, tuple) else (out,)) if x.dim() == 2)
+            return out
+
+    def passes(terms):
+        arguments = inputs(4, 10_000, 1)
+        with Touched() as mode:
+            run(draft_loss, *arguments, terms)
+        return mode.elements / 40_000
+
+    assert passes({"soft_ce": 1.0}) == passes({"soft_ce": 1.0, "tv": 0.0}) <= passes(MIXES[-1]) / 2
+
+
+@pytest.mark.parametrize(
+    "terms, message",
+    [
+        ({"soft_cee": 1.0}, "did you mean 'soft_ce'"),
+        ({"focal": 1.0}, "known: soft_ce"),
+        ({"tv": -1.0}, "weight of tv is -1.0"),
+        ({"tv": math.inf}, "weight of tv is inf"),
+        ({"tv": math.nan}, "weight of tv is nan"),
+        ({"tv": 0.0, "kl": 0.0}, "no term has a weight above 0"),
+        ({}, "no term has a weight above 0"),
+    ],
+)
+def test_bad_mixes_are_refused(terms, message):
+    """A misspelt term trains without it, a weight of 0 on all trains nothing."""
+    with pytest.raises(ValueError, match=message):
+        check_terms(terms)
+    with pytest.raises(ValueError, match=message):
+        draft_loss(*inputs(4, 7), terms)
+
+
+def test_a_second_backward():
+    """Gradients scaled in place: the second backward of a kept graph would be off by the first's factor."""
+    h, weight, *_ = arguments = inputs(9, 7)
+    h, weight = h.requires_grad_(), weight.requires_grad_()
+    loss = draft_loss(*arguments).loss
+    first = torch.autograd.grad(3 * loss, (h, weight), retain_graph=True)
+    second = torch.autograd.grad(3 * loss, (h, weight))
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)

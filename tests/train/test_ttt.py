@@ -426,7 +426,7 @@ def test_dpace_weights_are_the_derivative_of_the_accepted_length():
     draw = torch.Generator().manual_seed(0)
     log_alpha = torch.rand(5, 4, generator=draw).log().requires_grad_()
     counted = torch.arange(5)[:, None] < torch.tensor([5, 2, 0, 3])
-    expected = sum(log_alpha[:n, r].cumsum(0).exp().sum() for r, n in enumerate([5, 2, 0, 3]))
+    expected = torch.stack([log_alpha[:n, r].cumsum(0).exp().sum() for r, n in enumerate([5, 2, 0, 3])]).sum()
     (grad,) = torch.autograd.grad(expected, log_alpha)
     torch.testing.assert_close(dpace_weights(log_alpha.detach()[counted].exp(), counted), grad[counted])
 
@@ -447,7 +447,7 @@ def test_dpace_loss_equals_an_enumeration(target):
         one = replace(inputs, supervision=replace(inputs.supervision, counted=alone))
         return TTTRollout(head, TTTConfig(decay=1.0))(one, torch.ones(steps))
 
-    total = torch.zeros(())
+    total = loss.new_zeros(())
     for r in range(counted.shape[1]):
         depth = int(counted[:, r].sum())
         outputs = [pairs(k, r) for k in range(depth)]

@@ -35,6 +35,8 @@ def loss_rows(
 ) -> RowLoss:
     """The mix of terms of m rows; with `wants_grad`, z becomes row_weights * d row_loss / dz.
 
+    A teacher that is not a number makes loss and gradient of its rows NaN, whatever the terms.
+
     Args:
         z: draft logits [m, Vd], fp32.
         teacher: each row's own teacher logits [m, Vd].
@@ -44,7 +46,8 @@ def loss_rows(
     mix = _mixed([(weight, _SHARES[name](rows)) for name, weight in terms.items() if weight])
     if wants_grad:
         _turn_into_gradient(rows, mix)
-        z.mul_(row_weights[:, None])
+        # a comparison hides a NaN that the loss has
+        z.mul_(row_weights[:, None] + 0 * mix.loss)
     return RowLoss(mix.loss.squeeze(-1), rows.prediction.squeeze(-1), rows.alpha.squeeze(-1))
 
 
@@ -91,6 +94,11 @@ class _Share(NamedTuple):
     reverse: Tensor | float = 0.0
 
 
+def _hard_ce(rows: _Rows) -> _Share:
+    # argmax hides a NaN of the teacher
+    return _Share(rows.z_lse - rows.z.gather(-1, rows.choice) + 0 * rows.t_lse, choice=1.0)
+
+
 def _lk_alpha(rows: _Rows) -> _Share:
     # 1 / alpha overflows below TINY: such a row has a large loss and no gradient
     safe = rows.alpha.clamp(min=TINY)
@@ -109,15 +117,15 @@ _SHARES: dict[str, Callable[[_Rows], _Share]] = {
     "tv": lambda rows: _Share(1 - rows.alpha, mass=1.0),
     "lk_alpha": _lk_alpha,
     "lk_lambda": _lk_lambda,
-    "hard_ce": lambda rows: _Share(rows.z_lse - rows.z.gather(-1, rows.choice), choice=1.0),
+    "hard_ce": _hard_ce,
 }
 
 
 def _mixed(shares: list[tuple[float, _Share]]) -> _Share:
-    total = _Share(torch.zeros(()))
-    for weight, share in shares:
-        total = _Share(*(weight * x + before for before, x in zip(total, share, strict=True)))
-    return total
+    columns = [[weight * x for x in share] for weight, share in shares]
+    loss, *factors = (sum(column) for column in zip(*columns, strict=True))
+    assert isinstance(loss, Tensor)
+    return _Share(loss, *factors)
 
 
 def _turn_into_gradient(rows: _Rows, mix: _Share) -> None:
@@ -131,7 +139,7 @@ def _turn_into_gradient(rows: _Rows, mix: _Share) -> None:
         below = (q < rows.full_p).float()
         d_z.sub_(below.sub_((below * q).sum(-1, keepdim=True)).mul_(q).mul_(mix.mass))
     if _given(mix.choice):
-        d_z.add_(q * mix.choice).scatter_add_(-1, rows.choice, (-mix.choice * torch.ones_like(rows.alpha)))
+        d_z.add_(q * mix.choice).scatter_add_(-1, rows.choice, -mix.choice * torch.ones_like(rows.alpha))
     if _given(mix.p):
         d_z.add_(q.sub_(rows.p).mul_(mix.p))
 
