@@ -1,0 +1,72 @@
+"""What became of every draft of a chain, round by round: for people who train heads."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+from eagle3.heads.protocol import DraftHead
+from eagle3.target import Target
+from eagle3_infer.config import NO_GRAPHS, EngineConfig, TreeConfig
+from eagle3_infer.engine import Engine
+from eagle3_infer.request import Request, Result
+
+SLOTS = 8
+
+
+@dataclass(frozen=True)
+class Round:
+    """One verified chain: some of its first drafts are emitted, then the target's own token (none where the reply ends
+    with a draft)."""
+
+    drafted: list[int]
+    emitted: list[int]
+
+    @property
+    def accepted(self) -> int:
+        """How many drafts were emitted."""
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self.drafted, self.emitted, strict=False)))
+
+
+@dataclass(frozen=True)
+class Watched:
+    result: Result
+    rounds: list[Round]
+
+
+def watch(target: Target, head: DraftHead, depth: int, requests: Sequence[Request]) -> list[Watched]:
+    """Answer the requests with a chain of `depth` drafts a round.
+
+    Raises:
+        As `Engine` and `Engine.generate` do.
+    """
+    engine = Engine(target, head, TreeConfig.chain(depth), small(requests))
+    rounds: list[list[Round]] = [[] for _ in requests]
+    drafted: dict[int, list[int]] = {}
+    results = {}
+    for number, tokens, result in engine.stream(requests):
+        # the prefill's token comes from no round
+        if number in drafted:
+            rounds[number].append(Round(drafted[number], tokens))
+        if result is not None:
+            results[number] = result
+        else:
+            drafted[number] = _drafts(engine, number)
+    return [Watched(results[number], rounds[number]) for number in sorted(results)]
+
+
+def _drafts(engine: Engine, number: int) -> list[int]:
+    """What the next round verifies of a request that goes on."""
+    row = [running.number for running in engine.running].index(number)
+    tree = engine.draft.tree
+    return tree.tokens[row, 1 : len(tree.used_parents()[row])].tolist()
+
+
+def tau(results: Sequence[Result]) -> float | None:
+    """Tokens per round, pooled; None without a round."""
+    rounds = sum(result.rounds for result in results)
+    return sum(sum(result.run_lengths) for result in results) / rounds if rounds else None
+
+
+def small(requests: Sequence[Request]) -> EngineConfig:
+    """For a few requests: nothing is captured, which takes longer than they do."""
+    return EngineConfig(slots=min(SLOTS, max(1, len(requests))), graphs=NO_GRAPHS)
