@@ -4,12 +4,13 @@ import io
 import json
 import math
 
+import psutil
 import pytest
 import torch
 
 from eagle3.errors import ConfigError
 from eagle3_train.progress import Progress
-from eagle3_train.tracking import MetricsLog, RunRecord, Trackers, git_revision, read_metrics, write_json
+from eagle3_train.tracking import MetricsLog, RunRecord, Trackers, git_revision, peak_memory, read_metrics, write_json
 
 
 def test_metrics_are_flushed_line_by_line(tmp_path):
@@ -149,9 +150,23 @@ def test_progress_rate_follows_the_last_steps_and_other_ranks_are_silent():
     assert stream.getvalue() == ""
 
 
+class FakeTracker:
+    """What accelerate's trackers offer, as far as tables are concerned."""
+
+    def __init__(self, name):
+        self.name, self.logged, self.tables = name, [], []
+
+    def log(self, values, step):
+        self.logged.append((step, values))
+
+    def log_table(self, name, columns, data, step):
+        self.tables.append((step, name, columns, data))
+
+
 class FakeAccelerator:
     def __init__(self, fail_times=0):
-        self.fail_times, self.started, self.logged, self.trackers = fail_times, [], [], []
+        self.fail_times, self.started, self.logged = fail_times, [], []
+        self.trackers: list = []
 
     def init_trackers(self, project, config, init_kwargs):
         self.started.append((project, config, init_kwargs))
@@ -215,3 +230,37 @@ def test_absent_tracker_is_said_once_and_left_out(tmp_path, installed, capsys):
     assert capsys.readouterr().err.count("wandb is not installed") == 1
     with pytest.raises(ConfigError, match="unknown tracker 'wandbb'"):
         Trackers(["wandbb"])
+
+
+def test_a_resumed_run_repeats_no_step_in_tensorboard(tmp_path, installed):
+    """Steps 11 to 13, which the killed run had logged already, shown twice."""
+    installed |= {"tensorboard", "trackio"}
+    trackers, accelerator = Trackers(["wandb", "tensorboard", "trackio"], tmp_path), FakeAccelerator()
+    trackers.start(accelerator, {}, {"run_id": "abc"}, resume_step=10)
+    options = accelerator.started[0][2]
+    assert options["tensorboard"] == {"purge_step": 11}
+    assert options["trackio"] == {"name": "abc", "resume": "allow"}
+    fresh, accelerator = Trackers(["tensorboard"], tmp_path), FakeAccelerator()
+    fresh.start(accelerator, {})
+    assert accelerator.started[0][2] == {}
+
+
+def test_tables_by_tracker(tmp_path, installed):
+    """Text that ends a cell or a row of the Markdown; a tracker without tables that ends the run."""
+    installed |= {"tensorboard", "mlflow"}
+    trackers, accelerator = Trackers(["wandb", "tensorboard", "mlflow"], tmp_path), FakeAccelerator()
+    trackers.start(accelerator, {})
+    accelerator.trackers = wandb, tensorboard, mlflow = [FakeTracker(n) for n in ("wandb", "tensorboard", "mlflow")]
+    trackers.table("engine/drafts", [{"round": 1, "accepted": "a|b", "rejected": "c\nd"}], 7)
+    trackers.table("engine/drafts", [], 8)
+    columns = ["round", "accepted", "rejected"]
+    assert wandb.tables == [(7, "engine/drafts", columns, [[1, "a|b", "c\nd"]])]
+    text = "| round | accepted | rejected |\n| --- | --- | --- |\n| 1 | a\\|b | c\\nd |"
+    assert tensorboard.logged == [(7, {"engine/drafts": text})]
+    assert (mlflow.logged, mlflow.tables) == ([], [])
+
+
+def test_peak_memory_is_in_bytes():
+    """Kilobytes taken for bytes, or the reverse."""
+    now = psutil.Process().memory_info().rss
+    assert 0.9 * now < peak_memory() < 50 * now

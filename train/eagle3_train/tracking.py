@@ -10,11 +10,12 @@ import json
 import math
 import os
 import platform
+import resource
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
 from datetime import UTC, datetime
 from importlib import metadata, util
@@ -49,7 +50,7 @@ def plain(value: Any) -> Any:
 
 
 class MetricsLog:
-    """`metrics.jsonl`: one JSON object per line, flushed at once, steps never falling.
+    """`metrics.jsonl`, `samples.jsonl`: one JSON object per line, flushed at once, steps never falling.
 
     Args:
         path: the file; its folder is made.
@@ -127,6 +128,11 @@ class RunRecord:
         self.record.update(plain(fields))
         write_json(self.path, self.record)
 
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """What decided the run's numbers, besides its settings."""
+        return {k: self.record[k] for k in ("argv", "versions", "git", "seeds", "data", "hardware") if k in self.record}
+
     def _previous(self) -> list[dict]:
         if not self.path.exists():
             return []
@@ -182,6 +188,16 @@ def hardware() -> dict[str, Any]:
     }
 
 
+def peak_memory() -> int:
+    """Bytes that this process has used at most: of the GPU where there is one, else of main memory."""
+    import torch
+
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated()
+    # kilobytes on Linux, bytes on a Mac
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
 class Trackers:
     """accelerate's trackers (W&B, TensorBoard, ...), so that a resumed run continues the same one.
 
@@ -195,8 +211,14 @@ class Trackers:
         self.run_id = uuid.uuid4().hex[:12]
         self._accelerator: Any = None
 
-    def start(self, accelerator: Any, config: dict[str, Any], state: dict[str, Any] | None = None) -> None:
-        """Open the trackers; `state` is what `state()` returned in the run that is resumed.
+    def start(
+        self,
+        accelerator: Any,
+        config: dict[str, Any],
+        state: dict[str, Any] | None = None,
+        resume_step: int | None = None,
+    ) -> None:
+        """Open the trackers; `state` is what `state()` returned in the run that is resumed, after `resume_step`.
 
         WANDB_MODE is honoured. W&B that cannot start otherwise (no login, no network) goes offline and says so.
 
@@ -208,8 +230,9 @@ class Trackers:
         self.run_id = (state or {}).get("run_id", self.run_id)
         settings = _flat(plain(config))
         Path(self.folder).mkdir(parents=True, exist_ok=True)
+        options = self.init_kwargs(resume_step)
         try:
-            accelerator.init_trackers(self.project, settings, init_kwargs=self.init_kwargs())
+            accelerator.init_trackers(self.project, settings, init_kwargs=options)
         except Exception as error:  # wandb raises its own errors, and is not always installed
             if "wandb" not in self.names or os.environ.get("WANDB_MODE"):
                 raise ConfigError(f"tracker {', '.join(self.names)} cannot start: {error}") from error
@@ -219,13 +242,19 @@ class Trackers:
             )
             # accelerate keeps the tracker that failed, and would start it again
             accelerator.trackers.clear()
-            accelerator.init_trackers(self.project, settings, init_kwargs=self.init_kwargs(mode="offline"))
+            options["wandb"]["mode"] = "offline"
+            accelerator.init_trackers(self.project, settings, init_kwargs=options)
         self._accelerator = accelerator
 
-    def init_kwargs(self, **options: Any) -> dict[str, dict[str, Any]]:
-        """What `accelerator.init_trackers` takes: one run id, resumed where W&B knows it already."""
-        wandb = {"id": self.run_id, "resume": "allow", "dir": self.folder, **options}
-        return {"wandb": wandb} if "wandb" in self.names else {}
+    def init_kwargs(self, resume_step: int | None) -> dict[str, dict[str, Any]]:
+        """What `accelerator.init_trackers` takes: one run, continued where the trackers know it already."""
+        options = {
+            "wandb": {"id": self.run_id, "resume": "allow", "dir": self.folder},
+            # steps that the resumed run repeats are dropped; W&B keeps the first of two records by itself
+            "tensorboard": {} if resume_step is None else {"purge_step": resume_step + 1},
+            "trackio": {"name": self.run_id, "resume": "allow"},
+        }
+        return {name: options[name] for name in self.names if options.get(name)}
 
     def state(self) -> dict[str, Any]:
         return {"run_id": self.run_id}
@@ -237,6 +266,22 @@ class Trackers:
         values = {k: v for k, v in _flat(plain(record)).items() if isinstance(v, int | float) and k != "step"}
         split = record.get("split", "train")
         self._accelerator.log({f"{split}/{k}": v for k, v in values.items()}, step=record["step"])
+
+    def table(self, name: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        """Rows of one kind: a table in W&B and trackio, text in TensorBoard; mlflow has no such thing."""
+        if self._accelerator is None or not rows:
+            return
+        columns, data = list(rows[0]), [list(row.values()) for row in rows]
+        for tracker in self._accelerator.trackers:
+            if tracker.name == "wandb":
+                tracker.log_table(name, columns=columns, data=data, step=step)
+            elif tracker.name == "trackio":
+                import pandas
+                import trackio
+
+                tracker.log({name: trackio.Table(dataframe=pandas.DataFrame(data, columns=columns))}, step=step)
+            elif tracker.name == "tensorboard":
+                tracker.log({name: _markdown([columns, ["---"] * len(columns), *data])}, step=step)
 
     def finish(self) -> None:
         if self._accelerator is not None:
@@ -263,6 +308,12 @@ def _flat(value: Any, name: str = "") -> dict[str, bool | int | float | str]:
         items = value.items() if isinstance(value, dict) else enumerate(value)
         return {k: v for key, item in items for k, v in _flat(item, f"{name}.{key}" if name else str(key)).items()}
     return {name: str(value) if value is None else value}
+
+
+def _markdown(rows: Iterable[Sequence[Any]]) -> str:
+    """A table, its heading first; text as it is, but for what would end a cell."""
+    lines = ([str(cell).replace("|", "\\|").replace("\n", "\\n") for cell in row] for row in rows)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def _now() -> str:
