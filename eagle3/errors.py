@@ -29,6 +29,14 @@ class EmptyLossMaskError(DataError):
     """No token is left to train on."""
 
 
+class StoreError(Eagle3Error):
+    """A feature store is damaged, incomplete, full, or made for another run."""
+
+
+class NotFiniteError(Eagle3Error):
+    """The target's hidden states or logits hold NaN or infinity; the message names the document."""
+
+
 def one_line(error: Eagle3Error) -> str:
     """What scripts print on stderr before they exit with 2."""
     return "error: " + " ".join(str(error).split())
