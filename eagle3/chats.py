@@ -51,16 +51,30 @@ def parse_object(line: str, source: str) -> dict[str, Any]:
     return row
 
 
-def check_message(message: Any, where: str) -> tuple[str, str]:
-    """(role, content) of a message; DataError names `where`."""
+def check_message(message: Any, where: str, roles: Sequence[str] = ROLES) -> tuple[str, str]:
+    """(role, content) of a message; DataError names `where`.
+
+    Content is a string or a list of text parts, which are joined. An assistant's may be null or missing beside
+    `tool_calls`.
+    """
     if not isinstance(message, dict):
         raise DataError(f"{where} must be an object with 'role' and 'content', found {kind(message)}")
-    role = message.get("role")
-    if role not in ROLES:
-        raise DataError(f"{where} has role {role!r}; allowed: {', '.join(ROLES)}")
+    content, role = message.get("content"), message.get("role")
+    if not isinstance(role, str) or role not in roles:
+        raise DataError(f"{where} has role {role!r}; allowed: {', '.join(roles)}")
+    if content is None and role == "assistant" and message.get("tool_calls"):
+        return role, ""
     if "content" not in message:
         raise DataError(f"{where}: 'content' must be a string, found no such key")
-    return role, check_text(message["content"], f"{where}: 'content'")
+    if isinstance(content, list):
+        return role, "".join(_text_part(part, f"{where}: content[{i}]") for i, part in enumerate(content))
+    return role, check_text(content, f"{where}: 'content'")
+
+
+def _text_part(part: Any, where: str) -> str:
+    if not isinstance(part, dict) or part.get("type") != "text":
+        raise DataError(f'{where} must be a text part {{"type": "text", "text": ...}}, found {kind(part)}')
+    return check_text(part.get("text"), f"{where}: 'text'")
 
 
 def check_text(text: Any, what: str) -> str:
@@ -80,14 +94,14 @@ def kind(value: Any) -> str:
 
 
 def render_text(
-    tokenizer: Any, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = False, **options: Any
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False, **options: Any
 ) -> str:
     """Render messages through the tokenizer's chat template; DataError where the template refuses them."""
     return _apply(tokenizer, messages, tokenize=False, add_generation_prompt=add_generation_prompt, **options)
 
 
 def render_ids(
-    tokenizer: Any, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = False, **options: Any
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False, **options: Any
 ) -> list[int]:
     """Render messages through the tokenizer's chat template to a flat list of ids; special tokens are its own.
 
@@ -107,7 +121,7 @@ def flat_ids(ids: Any) -> list[int]:
     return ids
 
 
-def _apply(tokenizer: Any, messages: Sequence[Mapping[str, str]], **settings: Any) -> Any:
+def _apply(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **settings: Any) -> Any:
     try:
         return tokenizer.apply_chat_template(messages, **settings)
     except Exception as error:  # a template is foreign code: it may raise anything

@@ -4,16 +4,18 @@
     python train/prepare_data.py --target MODEL --data.files '[chats.jsonl]'
 
 The settings are the trainer's own, so what is shown is what would be trained on. Only the target's tokenizer and
-config are loaded. Supervised text is printed between ⟦ and ⟧.
+config are loaded. Supervised text is printed between ⟦ and ⟧. The rows are left in `<output>/data`, where the trainer
+finds them.
 """
 
 import sys
-import warnings
 from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from eagle3.config import load_config
-from eagle3.errors import ConfigError, Eagle3Error, one_line
+from eagle3.errors import Eagle3Error, one_line
 from eagle3_train.config import TrainConfig
 
 COVERAGE_SIZES = (1024, 2048, 4096, 8192, 16384, 32768)
@@ -42,20 +44,20 @@ def main(argv: list[str] | None = None) -> int:
 
 def inspect(config: InspectConfig) -> None:
     """Print the counts, some rows and the coverage of draft vocabularies."""
-    from eagle3_train.data import load_data
-    from eagle3_train.render import ChatRenderer
+    from eagle3_train.prepared import prepare_rows
+    from eagle3_train.tokenizer import load_tokenizer
+    from eagle3_train.vocab_file import coverage_table
 
     tokenizer, eos = load_tokenizer(config.target)
-    renderer = ChatRenderer(tokenizer, eos)
-    data = config.data
-    train, held_out, report = load_data(data.files, renderer, data.max_length, eval_rows=data.eval_rows)
-    print(report)
-    for number in range(min(config.inspect, len(train))):
-        row = train[number]
+    rows = prepare_rows(config, tokenizer, eos, Path(config.output) / "data")
+    print(rows.report)
+    row: Any
+    for number, row in enumerate(islice(rows.train, config.inspect)):
         greedy = "greedy" if row["greedy"] else "sampled or unknown"
         print(f"\n--- row {number}: {len(row['input_ids'])} tokens, {greedy} reply")
         print(marked_text(tokenizer, row["input_ids"], row["span_ids"]))
-    print_coverage(train, held_out, len(tokenizer), renderer.end_ids)
+    print()
+    print(coverage_table(rows, COVERAGE_SIZES))
 
 
 def marked_text(tokenizer: Any, input_ids: list[int], span_ids: list[int]) -> str:
@@ -67,39 +69,6 @@ def marked_text(tokenizer: Any, input_ids: list[int], span_ids: list[int]) -> st
             parts.append(f"⟦{text}⟧" if span_ids[start] else text)
             start = end
     return "".join(parts)
-
-
-def print_coverage(train: Any, held_out: Any, vocab_size: int, always: frozenset[int]) -> None:
-    """Share of the supervised tokens that draft vocabularies of several sizes, made of the training rows, hold."""
-    from eagle3.vocab import build_vocab_map
-    from eagle3_train.data import token_counts
-
-    counts, unseen = token_counts(train, vocab_size), token_counts(held_out, vocab_size)
-    print(f"\n{int((counts > 0).sum()):,} distinct supervised tokens; coverage by draft vocabulary size:")
-    for size in (s for s in COVERAGE_SIZES if s < vocab_size):
-        with warnings.catch_warnings():
-            # a size that the data cannot fill shows in the line above
-            warnings.simplefilter("ignore", UserWarning)
-            chosen = build_vocab_map(counts, size, always, vocab_size)
-        print(f"{size:>8,}  train {chosen.coverage(counts):.4f}  held-out {chosen.coverage(unseen):.4f}")
-
-
-def load_tokenizer(target: str) -> tuple[Any, tuple[int, ...]]:
-    """(tokenizer, EOS ids) of the embedded target by name, of a local folder or of a hub id."""
-    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
-
-    from eagle3.target import eos_ids, resolve_path
-
-    path = resolve_path(target)
-    try:
-        tokenizer, config = AutoTokenizer.from_pretrained(path), AutoConfig.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"target {target!r} has no tokenizer and config: {str(error).splitlines()[0]}") from None
-    try:
-        generation = GenerationConfig.from_pretrained(path)
-    except OSError:
-        generation = None
-    return tokenizer, eos_ids(config, generation, tokenizer)
 
 
 if __name__ == "__main__":

@@ -19,9 +19,11 @@ def prepare_data():
     return module
 
 
-def test_inspect_prints_supervised_text_counts_and_coverage(prepare_data, capsys):
-    assert prepare_data.main([DEMO, "--data.max_length", "384", "--inspect", "2", "--data.eval_rows", "30"]) == 0
+def test_inspect_prints_supervised_text_counts_and_coverage(prepare_data, tmp_path, capsys):
+    arguments = [DEMO, "--data.max_length", "384", "--inspect", "2", "--data.eval_rows", "30"]
+    assert prepare_data.main([*arguments, "--output", str(tmp_path)]) == 0
     out = capsys.readouterr().out
+    assert "smollm2_selfgen_demo.jsonl.gz: 600 x messages; rows kept 600, dropped 0" in out
     assert "rows kept                          600" in out
     assert out.count("<|im_start|>assistant\n⟦") == 2
     assert out.count("⟧") == 2
@@ -49,8 +51,8 @@ def test_marked_text_closes_spans_that_touch(prepare_data):
         ([DEMO, "--data.evalrows", "9"], "did you mean 'data.eval_rows'?"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(prepare_data, capsys, arguments, message):
-    assert prepare_data.main(arguments) == 2
+def test_bad_input_is_one_line_and_exit_code_2(prepare_data, tmp_path, capsys, arguments, message):
+    assert prepare_data.main([*arguments, "--output", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1

@@ -19,6 +19,9 @@ from eagle3.checkpoint.reference import load_head
 from eagle3.target import Target
 from eagle3_train import optim as optim_module
 from eagle3_train import run as run_module
+from eagle3_train.config import DataConfig, TrainConfig
+from eagle3_train.prepared import prepare_rows
+from eagle3_train.tokenizer import load_tokenizer
 from oracles.script import ENV, SCRIPT
 from oracles.tiny import tiny_chats, tiny_folder
 
@@ -131,12 +134,9 @@ def batch_tokens(made):
     """Tokens of 20 batches of 4 of the 16 training rows: five epochs of all of them."""
     record = json.loads((made / "chats.jsonl").read_text().splitlines()[0])
     assert record["temperature"] == 0
-    from eagle3_train.data import load_data
-    from eagle3_train.render import ChatRenderer
-
-    target = Target.load(made / "target")
-    rows, _, _ = load_data([str(made / "chats.jsonl")], ChatRenderer(target.tokenizer, target.eos_ids), 512, 0.0, 4)
-    return [len(ids) for ids in rows["input_ids"]] * 5
+    data = DataConfig((str(made / "chats.jsonl"),), eval_rows=4)
+    rows = prepare_rows(TrainConfig(data=data), *load_tokenizer(str(made / "target")), made / "rows")
+    return [len(ids) for ids in rows.train["input_ids"]] * 5
 
 
 def test_the_weights_move_and_stay_fp32(whole):

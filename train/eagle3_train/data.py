@@ -1,34 +1,54 @@
 """Chats to supervised token rows: render, truncate, drop and count, deduplicate, split, count tokens.
 
-Rows are a `datasets.Dataset` with `input_ids`, `span_ids` (lists of one length) and `greedy`. Everything is
-built in memory from the files as they are now: no cache is read, so none can be stale.
+Rows are a `datasets.Dataset` over a memory-mapped Arrow file, with `input_ids`, `span_ids` (lists of one length),
+`greedy` and `prompt_key`. What is kept and for how long is eagle3_train.prepared's business.
 """
 
 from __future__ import annotations
 
 import hashlib
-import tempfile
-import uuid
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+import itertools
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from eagle3.errors import ConfigError, DataError, Eagle3Error, EmptyLossMaskError
+from eagle3.errors import ConfigError, DataError, EmptyLossMaskError
 from eagle3_train.batches import supervised
-from eagle3_train.chats import read_chats
+from eagle3_train.chats import Chat, parse_chat
 from eagle3_train.render import ChatRenderer
+from eagle3_train.sources import Source
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
+_ROWS_PER_BLOCK = 512
+# seconds between two lines about the progress
+_TELL = 30.0
+
+
+@dataclass
+class SourceReport:
+    """What became of the chats of one source; `forms` counts them by form."""
+
+    name: str
+    forms: dict[str, int] = field(default_factory=dict)
+    rows_kept: int = 0
+    rows_dropped: int = 0
+
+    def __str__(self) -> str:
+        forms = ", ".join(f"{count:,} x {form}" for form, count in self.forms.items()) or "no chats"
+        return f"{self.name}: {forms}; rows kept {self.rows_kept:,}, dropped {self.rows_dropped:,}"
+
 
 @dataclass
 class DataReport:
-    """What became of the chats; `str()` is the table that users see."""
+    """What became of the chats; `str()` is the table that users see. A chat without a reply counts as a dropped row."""
 
     chats_read: int = 0
     rows_rendered: int = 0
@@ -43,33 +63,148 @@ class DataReport:
     train_rows: int = 0
     eval_rows: int = 0
     eval_rows_not_greedy: int = 0
+    sources: list[SourceReport] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
-    def as_dict(self) -> dict[str, int]:
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> DataReport:
+        return cls(**{**fields, "sources": [SourceReport(**source) for source in fields["sources"]]})
+
+    def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def __str__(self) -> str:
-        return "\n".join(f"{name.replace('_', ' '):<26}{count:>12,}" for name, count in asdict(self).items())
+        counts = {name: count for name, count in asdict(self).items() if isinstance(count, int)}
+        table = [f"{name.replace('_', ' '):<26}{count:>12,}" for name, count in counts.items()]
+        return "\n".join([*map(str, self.sources), *table, *(f"note: {note}" for note in self.notes)])
 
 
 def build_rows(
-    files: Iterable[str], renderer: ChatRenderer, max_length: int, report: DataReport | None = None
+    sources: Iterable[Source], renderer: ChatRenderer, max_length: int, file: Path
 ) -> tuple[Dataset, DataReport]:
-    """Read chats and render them to supervised rows of at most `max_length` tokens, in the files' order.
+    """Render all chats to supervised rows of at most `max_length` tokens, in the sources' order, into an Arrow file.
 
     Returns:
-        (dataset with `input_ids`, `span_ids`, `greedy`, `prompt_key`; the counts)
+        (the file's rows, memory-mapped; the counts)
     Raises:
-        DataError: a broken line, naming `file:line`; no chats at all.
+        DataError: a broken row, naming `file:line`; no chats at all.
         EmptyLossMaskError: no row has anything to supervise.
+        OSError: the file cannot be written.
+    """
+    sources, report = list(sources), DataReport()
+    write_rows(_told(supervised_rows(sources, renderer, max_length, report), report), file)
+    check_kept(report, max_length)
+    report.notes += renderer.notes.values()
+    return read_rows(file), report
+
+
+def supervised_rows(
+    sources: Iterable[Source],
+    renderer: ChatRenderer,
+    max_length: int,
+    report: DataReport,
+    streaming: bool = False,
+) -> Iterator[dict[str, Any]]:
+    """The rows that are worth training on, as they are rendered; `report` counts them and the others.
+
+    A stream may be longer than memory: its duplicates are kept, and it is not downloaded ahead.
     """
     if max_length < 3:
         raise ConfigError(f"max_length is {max_length}; a row needs 3 tokens or more to supervise one")
-    files = [str(f) for f in ([files] if isinstance(files, str) else files)]
-    if not files:
-        raise DataError("no data files given")
-    report = report or DataReport()
-    dataset = _dataset(lambda: _supervised_rows(files, renderer, max_length, report), files)
-    return dataset, report
+    seen: set[bytes] | None = None if streaming else set()
+    for source in sources:
+        report.sources.append(mine := SourceReport(source.name))
+        for place, row in source.rows(streaming):
+            chat = parse_chat(row, place)
+            report.chats_read += 1
+            mine.forms[chat.form] = mine.forms.get(chat.form, 0) + 1
+            rows, kept = _rows_of(chat, renderer), 0
+            for ids, spans, key in rows:
+                if (made := _checked(ids, spans, max_length, seen, report)) is not None:
+                    kept += 1
+                    report.greedy_rows += chat.greedy
+                    yield {**made, "greedy": chat.greedy, "prompt_key": key}
+            report.dropped_no_reply += not rows
+            mine.rows_kept += kept
+            mine.rows_dropped += max(1, len(rows)) - kept
+
+
+def _told(rows: Iterator[dict[str, Any]], report: DataReport) -> Iterator[dict[str, Any]]:
+    """The rows; long work says every while how far it is."""
+    began = told = time.monotonic()
+    for row in rows:
+        if (now := time.monotonic()) - told > _TELL:
+            told = now
+            done = f"{report.chats_read:,} chats read, {report.rows_kept:,} rows kept"
+            print(f"rows: {done} ({now - began:.0f} s)", flush=True)
+        yield row
+
+
+def _rows_of(chat: Chat, renderer: ChatRenderer) -> list[tuple[np.ndarray, np.ndarray, int]]:
+    """(ids, span ids, key of the prompt) of each row of a chat."""
+    return [
+        (
+            np.array(row.input_ids, dtype=np.int32),
+            np.array(row.span_ids, dtype=np.int32),
+            int.from_bytes(_digest(np.array(row.prompt_ids, dtype=np.int32))[:8], "little") >> 1,
+        )
+        for row in renderer.rows(chat)
+    ]
+
+
+def _checked(
+    ids: np.ndarray, spans: np.ndarray, max_length: int, seen: set[bytes] | None, report: DataReport
+) -> dict[str, np.ndarray] | None:
+    """A row cut to `max_length`, or None where it is to be dropped; counts both."""
+    report.rows_rendered += 1
+    cut = len(ids) > max_length
+    ids, spans = ids[:max_length], spans[:max_length]
+    if not (predicted := int(predicted_tokens(spans).sum())):
+        report.dropped_after_truncation += cut
+        report.dropped_no_reply += not cut
+        return None
+    if seen is not None:
+        if (digest := _digest(ids, spans)) in seen:
+            report.dropped_duplicate += 1
+            return None
+        seen.add(digest)
+    report.rows_kept += 1
+    report.rows_truncated += cut
+    report.tokens += len(ids)
+    report.supervised_tokens += predicted
+    return {"input_ids": ids, "span_ids": spans}
+
+
+def check_kept(report: DataReport, max_length: int) -> None:
+    """Raise if nothing is left to train on."""
+    if not report.chats_read:
+        raise DataError(f"no chats in {', '.join(source.name for source in report.sources)}")
+    if not report.rows_kept:
+        raise EmptyLossMaskError(
+            f"0 of {report.chats_read} chats kept: {report.dropped_no_reply} without a reply to supervise, "
+            f"{report.dropped_after_truncation} lost it to truncation at max_length {max_length}; "
+            "add chats with assistant replies of two tokens or more, or raise max_length"
+        )
+
+
+def write_rows(rows: Iterable[dict[str, Any]], file: Path) -> None:
+    """Write rows to an Arrow file, a block at a time."""
+    import pyarrow as pa
+
+    ids = pa.list_(pa.int32())
+    fields = {"input_ids": ids, "span_ids": ids, "greedy": pa.bool_(), "prompt_key": pa.int64()}
+    schema = pa.schema(list(fields.items()))
+    with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
+        rows = iter(rows)
+        while block := list(itertools.islice(rows, _ROWS_PER_BLOCK)):
+            writer.write_batch(pa.RecordBatch.from_pylist(block, schema=schema))
+
+
+def read_rows(file: Path) -> Dataset:
+    """The rows of an Arrow file, left on the disk."""
+    import datasets
+
+    return datasets.Dataset.from_file(str(file))
 
 
 def split_rows(
@@ -83,7 +218,7 @@ def split_rows(
     """
     if not 0 <= eval_fraction < 1 or eval_rows < 0 or (eval_fraction and eval_rows):
         raise ConfigError(f"give eval_fraction in [0, 1) or eval_rows >= 0, found {eval_fraction} and {eval_rows}")
-    keys, greedy = np.array(dataset["prompt_key"], dtype=np.uint64), np.array(dataset["greedy"], dtype=bool)
+    keys, greedy = _column(dataset, "prompt_key").astype(np.uint64), _column(dataset, "greedy")
     usable = greedy if greedy.any() else np.ones_like(greedy)
     held_out = keys < np.uint64(eval_fraction * 2**63)
     if eval_rows:
@@ -91,24 +226,12 @@ def split_rows(
     train, chosen = np.flatnonzero(~held_out), np.flatnonzero(held_out & usable)
     if not len(train):
         raise DataError(f"0 of {len(keys)} rows left to train on: hold out fewer than {len(chosen)} or add data")
-    if held_out.any() and not greedy.any():
-        print("data: no reply is marked greedy (temperature 0): held-out tau is over all replies")
     if report:
         report.train_rows, report.eval_rows = len(train), len(chosen)
         report.eval_rows_not_greedy = int(held_out.sum()) - len(chosen)
+        if held_out.any() and not greedy.any():
+            report.notes.append("no reply is marked greedy (temperature 0): held-out tau is over all replies")
     return dataset.select(train), dataset.select(chosen)
-
-
-def load_data(
-    files: Iterable[str],
-    renderer: ChatRenderer,
-    max_length: int,
-    eval_fraction: float = 0.0,
-    eval_rows: int = 0,
-) -> tuple[Dataset, Dataset, DataReport]:
-    """`build_rows`, then `split_rows`: (train, held-out, counts)."""
-    dataset, report = build_rows(files, renderer, max_length)
-    return *split_rows(dataset, report, eval_fraction, eval_rows), report
 
 
 def token_counts(dataset: Dataset, vocab_size: int) -> Tensor:
@@ -119,7 +242,7 @@ def token_counts(dataset: Dataset, vocab_size: int) -> Tensor:
         ids, predicted = row["input_ids"], predicted_tokens(row["span_ids"])
         if ids.max(initial=0) >= vocab_size:
             raise DataError(f"token id {ids.max()} in the data is outside the target's vocabulary of {vocab_size}")
-        counts += np.bincount(ids[predicted], minlength=vocab_size)
+        np.add.at(counts, ids[predicted], 1)
     return torch.from_numpy(counts)
 
 
@@ -131,78 +254,9 @@ def predicted_tokens(span_ids: np.ndarray) -> np.ndarray:
     return inside
 
 
-def _supervised_rows(
-    files: list[str], renderer: ChatRenderer, max_length: int, report: DataReport
-) -> Iterator[dict[str, Any]]:
-    seen: set[bytes] = set()
-    for chat in read_chats(files):
-        report.chats_read += 1
-        rows = renderer.rows(chat)
-        report.dropped_no_reply += not rows
-        for row in rows:
-            report.rows_rendered += 1
-            ids, spans = np.array(row.input_ids[:max_length]), np.array(row.span_ids[:max_length])
-            supervised, cut = int(predicted_tokens(spans).sum()), len(row.input_ids) > max_length
-            if not supervised:
-                report.dropped_after_truncation += cut
-                report.dropped_no_reply += not cut
-                continue
-            digest = _digest(ids, spans)
-            if digest in seen:
-                report.dropped_duplicate += 1
-                continue
-            seen.add(digest)
-            report.rows_kept += 1
-            report.rows_truncated += cut
-            report.greedy_rows += chat.greedy
-            report.tokens += len(ids)
-            report.supervised_tokens += supervised
-            key = int.from_bytes(_digest(np.array(row.prompt_ids))[:8], "little") >> 1
-            yield {"input_ids": ids, "span_ids": spans, "greedy": chat.greedy, "prompt_key": key}
-    _check_kept(report, files, max_length)
-
-
-def _check_kept(report: DataReport, files: list[str], max_length: int) -> None:
-    if not report.chats_read:
-        raise DataError(f"no chats in {', '.join(files)}")
-    if not report.rows_kept:
-        raise EmptyLossMaskError(
-            f"0 of {report.chats_read} chats kept: {report.dropped_no_reply} without a reply to supervise, "
-            f"{report.dropped_after_truncation} lost it to truncation at max_length {max_length}; "
-            "add chats with assistant replies of two tokens or more, or raise max_length"
-        )
-
-
-def _dataset(generator: Callable[[], Iterator[dict]], files: list[str]) -> Dataset:
-    import datasets
-    from datasets.exceptions import DatasetGenerationError
-
-    features = datasets.Features(
-        {
-            "input_ids": datasets.List(datasets.Value("int32")),
-            "span_ids": datasets.List(datasets.Value("int32")),
-            "greedy": datasets.Value("bool"),
-            "prompt_key": datasets.Value("int64"),
-        }
-    )
-    bars = datasets.is_progress_bar_enabled()
-    datasets.disable_progress_bars()
-    try:
-        with tempfile.TemporaryDirectory(prefix="eagle3-data-") as folder:
-            # a fresh fingerprint and folder: `datasets` would else reuse rows of files that changed since
-            return datasets.Dataset.from_generator(
-                generator,
-                features=features,
-                cache_dir=folder,
-                keep_in_memory=True,
-                fingerprint=uuid.uuid4().hex,
-            )
-    except DatasetGenerationError as error:
-        cause = error.__cause__ or error.__context__
-        raise (cause if isinstance(cause, Eagle3Error) else error) from None
-    finally:
-        if bars:
-            datasets.enable_progress_bars()
+def _column(dataset: Dataset, name: str) -> np.ndarray:
+    table: Any = dataset.with_format("arrow").select_columns(name)[:]
+    return table[name].to_numpy()
 
 
 def _key_limit(keys: np.ndarray, rows: int) -> np.uint64:

@@ -7,8 +7,8 @@ template tag is used.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from eagle3.chats import render_ids, render_text
@@ -16,6 +16,10 @@ from eagle3.errors import DataError
 from eagle3_train.chats import Chat
 
 _PROBES = ("Alpha", "Omega!")
+# rows of the same chats change with it: prepared rows of another rule are not used
+MASK_RULE = 2
+# a template that leaves these out renders another reply than the one that was given
+_REPLY_KEYS = ("tool_calls", "reasoning_content")
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,8 @@ class ChatRenderer:
         eos_ids: the target's EOS ids; the first of them after a reply ends its span. Where the template puts none
             there, the first special token does; where there is none either, the span ends with the reply's text.
         template_options: extra variables for the template (such as `enable_thinking`).
+
+    `notes` (key -> sentence) gathers what the template leaves out of the chats.
     """
 
     def __init__(self, tokenizer: Any, eos_ids: Iterable[int] = (), template_options: dict | None = None):
@@ -64,8 +70,10 @@ class ChatRenderer:
         self.eos_ids = frozenset(eos_ids)
         self.special_ids = frozenset(i for i, t in tokenizer.added_tokens_decoder.items() if t.special)
         self.vocab_size = len(tokenizer)
+        self.notes: dict[str, str] = {}
         self._options = template_options or {}
-        self._ends: dict[tuple[str, ...], TurnEnd] = {}
+        self._ends: dict[tuple, TurnEnd] = {}
+        self._seen: set[str] = set()
 
     @property
     def end_ids(self) -> frozenset[int]:
@@ -103,8 +111,9 @@ class ChatRenderer:
     def turn(self, chat: Chat, index: int) -> Turn:
         """Render assistant turn `index` of a chat."""
         where = f"{chat.source or 'chat'}: messages[{index}]"
-        prefix = self._render(chat.plain(index), where, add_generation_prompt=True)
-        full = self._render(chat.plain(index + 1), where)
+        prefix = self._render(chat, index, where, add_generation_prompt=True)
+        full = self._render(chat, index + 1, where)
+        self._note_what_is_left_out(chat, index, where)
         end, rendered_end = self._locate_end(chat, index, full, where)
         rendered = full[:rendered_end]
         finished = chat.finished or any(m.role == "assistant" for m in chat.messages[index + 1 :])
@@ -122,16 +131,40 @@ class ChatRenderer:
         asked = roles.index("user") if "user" in roles else len(roles)
         return [i for i, role in enumerate(roles) if role == "assistant" and i > asked]
 
+    def _note_what_is_left_out(self, chat: Chat, index: int, where: str) -> None:
+        """DataError if the template renders nothing of a reply; else a note on the first use of what it ignores."""
+        message, full = chat.messages[index], None
+        for key in _REPLY_KEYS:
+            empty = key == "tool_calls" and not message.content and message.token_ids is None
+            if key not in message.extra or (key in self._seen and not empty):
+                continue
+            self._seen.add(key)
+            full = full or self._text(chat, index + 1, where)
+            extra = {k: v for k, v in message.extra.items() if k != key}
+            if self._text(chat, index, where, [replace(message, extra=extra).plain()]) != full:
+                continue
+            if empty:
+                raise DataError(
+                    f"{where}: the chat template does not render {key!r}, so this turn would be empty; use a target "
+                    "whose template does, or leave such chats out"
+                )
+            self.notes[key] = f"the chat template does not render {key!r} (first: {where}): replies lack it"
+        if chat.tools and "tools" not in self._seen:
+            self._seen.add("tools")
+            if self._text(replace(chat, tools=None), index + 1, where) == self._text(chat, index + 1, where):
+                self.notes["tools"] = f"the chat template does not render 'tools' (first: {where}): prompts lack them"
+
     def _generated(self, ids: list[int], end: TurnEnd, finished: bool, where: str) -> list[int]:
         if ids and max(ids) >= self.vocab_size:
             raise DataError(f"{where}: token id {max(ids)} is outside the tokenizer's {self.vocab_size} tokens")
-        if not finished or (ids and end.kept and ids[-1] == end.ids[end.kept - 1]):
+        ends = self.eos_ids | {end.ids[end.kept - 1]} if end.kept else self.eos_ids
+        if not finished or (ids and ids[-1] in ends):
             return ids
         return ids + end.ids[: end.kept]
 
     def _locate_end(self, chat: Chat, index: int, full: list[int], where: str) -> tuple[TurnEnd, int]:
         """The turn's end and the index in `full` just behind its last kept token."""
-        key = tuple(m.role for m in chat.messages[: index + 1])
+        key = (*(m.role for m in chat.messages[: index + 1]), bool(chat.tools))
         for attempt in range(2):
             if attempt or key not in self._ends:
                 self._ends[key] = self._probe_end(chat, index, where)
@@ -141,11 +174,14 @@ class ChatRenderer:
             checked = end.ids[end.kept - 1 :] if end.kept else end.ids
             if full[len(full) - len(checked) :] == checked:
                 return end, stop
+        if "tool_calls" in chat.messages[index].extra and full[-1] in self.eos_ids:
+            # Llama 3.1's habit: a call of a tool ends with another token than a text
+            return TurnEnd(full[-1:], 1), len(full)
         raise DataError(f"{where}: the end of this turn cannot be located: its text merges with the template's")
 
     def _probe_end(self, chat: Chat, index: int, where: str) -> TurnEnd:
         """Find the text after a reply as what two renderings with different replies end in."""
-        texts = [self._text([*chat.plain(index), {"role": "assistant", "content": p}], where) for p in _PROBES]
+        texts = self._probe_texts(chat, index, where)
         if texts[0] == texts[1]:
             raise DataError(f"{where}: the chat template does not render this turn's content")
         length = _common_suffix(*texts)
@@ -154,30 +190,36 @@ class ChatRenderer:
         kept = kept or next((i + 1 for i, token in enumerate(ids) if token in self.special_ids), 0)
         return TurnEnd(ids, kept)
 
+    def _probe_texts(self, chat: Chat, index: int, where: str) -> list[str]:
+        return [self._text(chat, index, where, [{"role": "assistant", "content": p}]) for p in _PROBES]
+
     def _reply_alone(self, chat: Chat, index: int, where: str) -> list[int]:
         """Tokenise the reply apart from its history, where the tokenizer would merge the two."""
-        before = self._text(chat.plain(index), where, add_generation_prompt=True)
-        full = self._text(chat.plain(index + 1), where)
+        before = self._text(chat, index, where, add_generation_prompt=True)
+        full = self._text(chat, index + 1, where)
         if not full.startswith(before):
             raise DataError(
                 f"{where}: the history with the generation prompt is not a prefix of this rendered turn, so "
                 "its first token is unknown; give the generated 'token_ids', or matching template options"
             )
-        probes = [self._text([*chat.plain(index), {"role": "assistant", "content": p}], where) for p in _PROBES]
-        reply = full[len(before) : len(full) - _common_suffix(*probes)]
+        reply = full[len(before) : len(full) - _common_suffix(*self._probe_texts(chat, index, where))]
         return self.tokenizer(reply, add_special_tokens=False)["input_ids"]
 
-    def _render(self, messages: list[dict], where: str, **options: Any) -> list[int]:
+    def _render(self, chat: Chat, stop: int, where: str, **options: Any) -> list[int]:
         try:
-            return render_ids(self.tokenizer, messages, **options, **self._options)
+            return render_ids(self.tokenizer, chat.plain(stop), **options, **self._options_of(chat))
         except DataError as error:
             raise DataError(f"{where}: {error}") from error
 
-    def _text(self, messages: list[dict], where: str, **options: Any) -> str:
+    def _text(self, chat: Chat, stop: int, where: str, then: Sequence[dict] = (), **options: Any) -> str:
+        """The first `stop` messages, and `then` others."""
         try:
-            return render_text(self.tokenizer, messages, **options, **self._options)
+            return render_text(self.tokenizer, [*chat.plain(stop), *then], **options, **self._options_of(chat))
         except DataError as error:
             raise DataError(f"{where}: {error}") from error
+
+    def _options_of(self, chat: Chat) -> dict[str, Any]:
+        return {**self._options, "tools": chat.tools} if chat.tools else self._options
 
 
 def _common_suffix(a: str, b: str) -> int:

@@ -8,24 +8,24 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from datasets import Dataset
 from torch import Tensor
 
 from eagle3.checkpoint.reference import load_head, save_head
-from eagle3.errors import ConfigError, DataError
+from eagle3.errors import ConfigError
 from eagle3.heads.eagle3 import Eagle3Head, head_config
 from eagle3.target import Target
 from eagle3.vocab import build_vocab_map
 from eagle3_train.batches import PackedBatch, Supervision, batches_of, supervise
-from eagle3_train.chats import read_chats
 from eagle3_train.config import TrainConfig
-from eagle3_train.data import DataReport, load_data, token_counts
 from eagle3_train.evaluate import Counts, Tally
 from eagle3_train.features import Features, check_memory
-from eagle3_train.render import ChatRenderer
+from eagle3_train.prepared import PreparedRows, prepare_rows
+from eagle3_train.sources import open_sources
 from eagle3_train.state import RunState
+from eagle3_train.tokenizer import load_tokenizer
 from eagle3_train.tracking import MetricsLog, RunRecord, Trackers, write_json
 from eagle3_train.ttt import TTTRollout
+from eagle3_train.vocab_file import load_vocab_map
 
 
 @dataclass
@@ -35,15 +35,13 @@ class Parts:
     target: Target
     head: Eagle3Head
     features: Features
-    train_rows: Dataset
-    eval_rows: Dataset
-    report: DataReport
+    rows: PreparedRows
 
     @property
     def record(self) -> dict[str, Any]:
         """What run.json says of them."""
         count = sum(p.numel() for p in self.head.parameters())
-        return {"head": self.head.config, "parameters": count, "data": self.report.as_dict()}
+        return {"head": self.head.config, "parameters": count, "data": self.rows.report.as_dict()}
 
 
 class Run:
@@ -56,6 +54,8 @@ class Run:
             raise ConfigError(f"output {config.output!r} holds a run and resume is never; give another folder")
         if config.threads is not None:
             torch.set_num_threads(config.threads)
+        # before there is a process group: long work meets no collective's timeout
+        self.rows = _prepare_rows(config, self.folder / "data")
         self.trackers = Trackers(config.log_with, self.folder / "tracking", config.project)
         self.accelerator = Accelerator(
             cpu=config.device == "cpu",
@@ -127,51 +127,54 @@ def _check_output(folder: Path) -> None:
         raise ConfigError(f"output {str(folder)!r} cannot be written: {error.strerror}; give another folder") from error
 
 
+def _prepare_rows(config: TrainConfig, folder: Path) -> PreparedRows:
+    if config.data.streaming and config.data.vocab_map is None and config.init_head is None:
+        raise ConfigError("data.streaming counts no tokens: give data.vocab_map, a file of build_vocab_map.py")
+    open_sources(config.data.files)  # a wrong path shows before the tokenizer is loaded
+    return prepare_rows(config, *load_tokenizer(config.target), folder)
+
+
 def load_parts(config: TrainConfig, run: Run) -> Parts:
-    """Load the target, render the chats, build or load the head.
+    """Load the target, build or load the head.
 
     Raises:
         Eagle3Error: whatever the user got wrong about target, data or head.
     """
-    if not config.data.files:
-        raise DataError("no data files given: set data.files to JSONL files of `messages`")
-    for file in config.data.files:
-        # a wrong path or format shows before a large target is loaded
-        next(read_chats([file]), None)
     device = str(run.accelerator.device) if config.device == "auto" else config.device
     target = Target.load(config.target, config.dtype, device)
     if config.data.max_length > target.max_positions:
         raise ConfigError(
             f"data.max_length {config.data.max_length} exceeds the target's {target.max_positions} positions"
         )
-    renderer = ChatRenderer(target.tokenizer, target.eos_ids)
-    train_rows, eval_rows, report = load_data(
-        config.data.files, renderer, config.data.max_length, eval_rows=config.data.eval_rows
-    )
-    run.note(str(report))
-    head = _load_head(config, target, train_rows, renderer.end_ids)
+    rows = run.rows
+    run.note(str(rows.report))
+    head = _load_head(config, target, rows)
     if config.init_head is not None:
         run.note(f"warm start from {config.init_head}: its architecture and vocabulary map are kept")
     if config.keep_features:
-        needed = check_memory(report.tokens, report.supervised_tokens, target, len(head.capture_layers))
+        needed = check_memory(rows.report.tokens, rows.report.supervised_tokens, target, len(head.capture_layers))
         run.note(f"keeping features in memory: {needed / 2**30:.1f} GiB after the first epoch")
     features = Features(target, head, config.tokens_per_batch, config.keep_features)
-    first = torch.tensor(train_rows[0]["input_ids"], device=target.device)
+    first = torch.tensor(rows.held_out[0]["input_ids"], device=target.device)
     with torch.no_grad():
         target.check_teacher(first, torch.arange(len(first), device=target.device))
-    return Parts(target, head, features, train_rows, eval_rows, report)
+    return Parts(target, head, features, rows)
 
 
-def _load_head(config: TrainConfig, target: Target, train_rows: Dataset, end_ids: frozenset[int]) -> Eagle3Head:
-    """A fresh head with a map of the training data, or the one to start from with its own map. Weights are fp32."""
+def _load_head(config: TrainConfig, target: Target, rows: PreparedRows) -> Eagle3Head:
+    """A fresh head with the map of a file or of the training rows, or the one to start from with its own map. Weights
+    are fp32.
+    """
     if config.init_head is not None:
         head = load_head(config.init_head, target, torch.float32)
         head.config = replace(head.config, trained_length=config.data.max_length, target_fingerprint=target.fingerprint)
         return head.train().requires_grad_(True)
     head_config(target, 1, config.head)  # a wrong architecture shows before the data is counted
-    counts = token_counts(train_rows, target.vocab_size)
     size = config.head.draft_vocab_size or target.vocab_size
-    vocab_map = build_vocab_map(counts, size, end_ids, target.usable_vocab)
+    if config.data.vocab_map is not None:
+        vocab_map = load_vocab_map(config.data.vocab_map, target.tokenizer, target.vocab_size, size, rows.end_ids)
+    else:
+        vocab_map = build_vocab_map(rows.counts_of(target.vocab_size), size, rows.end_ids, target.usable_vocab)
     head = Eagle3Head.for_target(target, vocab_map, config.head, config.seed)
     head.config = replace(head.config, trained_length=config.data.max_length)
     return head
@@ -201,7 +204,7 @@ def evaluate(parts: Parts, rollout: TTTRollout, config: TrainConfig, accelerator
     tally = Tally(steps)
     ones = torch.ones(steps, device=parts.target.device)
     rank, world = accelerator.process_index, accelerator.num_processes
-    for batch in batches_of(parts.eval_rows, config.tokens_per_batch, rank, world):
+    for batch in batches_of(parts.rows.held_out, config.tokens_per_batch, rank, world):
         batch = batch.to(parts.target.device)
         inputs = parts.features.prepare(batch, supervise(batch, parts.head.t2d, steps))
         with autocast:

@@ -1,0 +1,304 @@
+"""Rows made once per machine and read by all of its processes, before any process group exists.
+
+`<output>/data/<key>` holds rows.arrow, counts.safetensors and manifest.json. It is renamed into place when it is whole;
+the key covers all that the rows depend on. Local rank 0 makes it. What it is doing stands in the folder's
+`builder-*.json`, by which the other ranks wait, load, or fail for the same reason: no collective is involved, so
+none can time out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+from accelerate.utils import get_int_from_env
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from eagle3.errors import DataError, Eagle3Error
+from eagle3_train.batches import RowStream, ShuffledRows
+from eagle3_train.config import DataConfig, TrainConfig
+from eagle3_train.data import (
+    DataReport,
+    build_rows,
+    check_kept,
+    read_rows,
+    split_rows,
+    supervised_rows,
+    token_counts,
+    write_rows,
+)
+from eagle3_train.render import MASK_RULE, ChatRenderer
+from eagle3_train.sources import Source, open_sources
+from eagle3_train.streams import StreamedRows
+from eagle3_train.tokenizer import template_hash, tokenizer_hash
+from eagle3_train.tracking import write_json
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+FORMAT = 1
+LOCAL_RANK = ("LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK")
+# seconds: between looks at the builder, between lines about it, and without any builder before giving up
+_POLL, _TELL, _NOBODY = 0.2, 30.0, 300.0
+
+
+@dataclass(frozen=True)
+class PreparedRows:
+    """What to train on.
+
+    Args:
+        train: rows to train on (of a stream: those at its beginning).
+        held_out: rows of the evaluation.
+        report: what became of the chats.
+        counts, held_out_counts: how often each token is to be predicted, int64 [tokenizer's size]; of a stream's
+            beginning, if it is one.
+        end_ids: EOS ids and the last token of every turn's end that was met.
+        streamed: all rows to train on, where they are streamed.
+    """
+
+    train: Dataset
+    held_out: Dataset
+    report: DataReport
+    counts: Tensor
+    held_out_counts: Tensor
+    end_ids: frozenset[int]
+    streamed: StreamedRows | None = None
+
+    def counts_of(self, vocab_size: int) -> Tensor:
+        """`counts` over the target's `vocab_size` ids; DataError if one that occurs lies beyond."""
+        if len(beyond := self.counts[vocab_size:].nonzero()):
+            raise DataError(
+                f"token id {vocab_size + int(beyond[0])} in the data is outside the target's vocabulary of {vocab_size}"
+            )
+        return torch.cat((self.counts[:vocab_size], self.counts.new_zeros(max(0, vocab_size - len(self.counts)))))
+
+    def stream(self, seed: int) -> RowStream:
+        """The training rows without end, shuffled."""
+        return ShuffledRows(self.train, seed) if self.streamed is None else replace(self.streamed, seed=seed)
+
+
+def prepare_rows(config: TrainConfig, tokenizer: Any, eos_ids: Iterable[int], folder: Path) -> PreparedRows:
+    """Make the rows of `config.data` under `folder`, load those that are there, or wait for local rank 0 to do so.
+
+    Raises:
+        DataError: what is wrong with the data, the same on every rank; the rows cannot be written; the rank that
+            prepares them died.
+    """
+    renderer = ChatRenderer(tokenizer, eos_ids, config.data.template_options)
+    sources = open_sources(config.data.files)
+    if get_int_from_env(LOCAL_RANK, 0) == 0:
+        with _telling(_notice_file(folder)) as notice:
+            key = rows_key(config.data, renderer, sources)
+            if not _is_whole(folder / key):
+                _build(config.data, renderer, sources, folder / key)
+            notice.tell("ready", key)
+    else:
+        key = _wait(_notice_file(folder))
+    return _load(folder / key, config.data, renderer, sources)
+
+
+def rows_key(data: DataConfig, renderer: ChatRenderer, sources: list[Source]) -> str:
+    """Hash of all that the rows depend on: contents and order of the sources, tokenizer, template, rules, settings.
+
+    Of a stream the contents are not read: its files' names, sizes and times stand for them.
+    """
+    facts = {
+        "format": FORMAT,
+        "mask_rule": MASK_RULE,
+        "sources": [source.stamp() if data.streaming else source.digest() for source in sources],
+        "tokenizer": tokenizer_hash(renderer.tokenizer),
+        "template": template_hash(renderer.tokenizer),
+        "options": data.template_options,
+        "eos_ids": sorted(renderer.eos_ids),
+        "max_length": data.max_length,
+        "eval_rows": data.eval_rows,
+        "streaming": data.streaming and data.shuffle_buffer,
+    }
+    return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def _build(data: DataConfig, renderer: ChatRenderer, sources: list[Source], final: Path) -> None:
+    """Write the folder `final`, under a temporary name until it is whole."""
+    part = final.with_name(f".{final.name}.{_node()}.{os.getpid()}.tmp")
+    try:
+        _remove_leftovers(final)
+        part.mkdir(parents=True)
+        _write(data, renderer, sources, part)
+        # another machine that shares this folder may have been faster; its rows are the same
+        with suppress(OSError):
+            part.rename(final)
+        if not _is_whole(final):
+            raise DataError(f"{final} cannot be put in place; remove it, or give another output")
+    except OSError as error:
+        raise DataError(
+            f"the rows cannot be written to {final.parent}: {error}; make room there, or give another output"
+        ) from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _write(data: DataConfig, renderer: ChatRenderer, sources: list[Source], folder: Path) -> None:
+    file = folder / "rows.arrow"
+    if data.streaming:
+        rows, report = _head_of_stream(data, renderer, sources, file)
+    else:
+        rows, report = build_rows(sources, renderer, data.max_length, file)
+    train, held_out = split_rows(rows, report, eval_rows=data.eval_rows)
+    sides = {"train": train, "held_out": held_out}
+    counts = {name: token_counts(side, renderer.vocab_size) for name, side in sides.items()}
+    (folder / "counts.safetensors").write_bytes(save(counts))
+    files = {path.name: path.stat().st_size for path in folder.iterdir()}
+    write_json(
+        folder / "manifest.json",
+        {"format": FORMAT, "files": files, "report": report.as_dict(), "end_ids": sorted(renderer.end_ids)},
+    )
+
+
+def _head_of_stream(
+    data: DataConfig, renderer: ChatRenderer, sources: list[Source], file: Path
+) -> tuple[Dataset, DataReport]:
+    """The rows at a stream's beginning, among which the held-out ones are chosen."""
+    report = DataReport()
+    rows = supervised_rows(sources, renderer, data.max_length, report, streaming=True)
+    write_rows(islice(rows, max(data.shuffle_buffer, 2 * data.eval_rows)), file)
+    check_kept(report, data.max_length)
+    report.notes += [*renderer.notes.values(), "streamed: the counts are of its beginning, duplicates are kept"]
+    return read_rows(file), report
+
+
+def _load(folder: Path, data: DataConfig, renderer: ChatRenderer, sources: list[Source]) -> PreparedRows:
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    counts = load_file(folder / "counts.safetensors")
+    train, held_out = split_rows(read_rows(folder / "rows.arrow"), eval_rows=data.eval_rows)
+    report = DataReport.from_dict(manifest["report"])
+    rows = PreparedRows(train, held_out, report, counts["train"], counts["held_out"], frozenset(manifest["end_ids"]))
+    if not data.streaming:
+        return rows
+    stream = StreamedRows(sources, renderer, data.max_length, data.shuffle_buffer, frozenset(held_out["prompt_key"]))
+    return replace(rows, streamed=stream)
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether a folder's manifest is there and its files have the sizes that it names."""
+    try:
+        files = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["files"]
+        return all((folder / name).stat().st_size == size for name, size in files.items())
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _remove_leftovers(final: Path) -> None:
+    """Remove what a build of this folder left that was killed on this machine, or that was damaged since."""
+    if final.exists():
+        shutil.rmtree(final)
+    for part in final.parent.glob(f".*.{_node()}.*.tmp"):
+        if not psutil.pid_exists(int(part.name.split(".")[-2])):
+            shutil.rmtree(part, ignore_errors=True)
+
+
+def _node() -> str:
+    """This machine, or torchrun's group on it (two of a test may share a machine)."""
+    return f"{socket.gethostname().split('.')[0]}-{os.environ.get('GROUP_RANK', '0')}"
+
+
+def _notice_file(folder: Path) -> Path:
+    return folder / f"builder-{_node()}.json"
+
+
+@dataclass(frozen=True)
+class Notice:
+    """What the builder says of itself.
+
+    state: building, ready (text: the rows' key) or failed (text: the reason); pid, created: of its process; at: when
+    this was written. Times are seconds of this machine's clock.
+    """
+
+    state: str
+    text: str
+    pid: int
+    created: float
+    at: float
+
+    @property
+    def alive(self) -> bool:
+        try:
+            process = psutil.Process(self.pid)
+            return abs(process.create_time() - self.created) < 1 and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.Error:
+            return False
+
+
+@dataclass(frozen=True)
+class _Teller:
+    file: Path
+
+    def tell(self, state: str, text: str = "") -> None:
+        me = psutil.Process()
+        write_json(self.file, vars(Notice(state, text, me.pid, me.create_time(), time.time())))
+
+
+@contextmanager
+def _telling(file: Path) -> Iterator[_Teller]:
+    """Say what becomes of a build; a failure's reason reaches the waiting ranks."""
+    teller = _Teller(file)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        teller.tell("building")
+    except OSError as error:
+        raise DataError(f"{file.parent} cannot be written: {error}; give another output") from error
+    try:
+        yield teller
+    except Eagle3Error as error:
+        # on a full disk it cannot be said: the ranks then see that this process is gone
+        with suppress(OSError):
+            teller.tell("failed", str(error))
+        raise
+
+
+def _read_notice(file: Path) -> Notice | None:
+    try:
+        return Notice(**json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _wait(file: Path) -> str:
+    """The key of the rows that this machine's local rank 0 makes.
+
+    A notice of an earlier run is ignored: its process is gone, and it was written before this one began.
+    """
+    began, told = time.monotonic(), 0.0
+    # of two processes that begin at once, the builder may fail before the other is there
+    born = psutil.Process().create_time() - 2
+    seen = False
+    while True:
+        notice = _read_notice(file)
+        if notice is not None and (notice.alive or notice.at >= born):
+            seen = True
+            if notice.state == "failed":
+                raise DataError(notice.text)
+            if notice.state == "ready" and notice.alive:
+                return notice.text
+            if not notice.alive:
+                raise DataError(f"local rank 0 (process {notice.pid}) ended while it prepared the rows: see its output")
+        waited = time.monotonic() - began
+        if not seen and waited > _NOBODY:
+            raise DataError(f"no local rank 0 has begun to prepare rows in {file.parent} for {waited:.0f} s")
+        if waited - told > _TELL:
+            told = waited
+            by = f"process {notice.pid} prepares the rows" if seen and notice else "waiting for local rank 0"
+            print(f"rank {os.environ.get('RANK', '?')}: {by} ({waited:.0f} s)", flush=True)
+        time.sleep(_POLL)
