@@ -15,6 +15,7 @@ from eagle3.attention import AttentionCall, AttentionContext
 from eagle3.capture import check_layers, default_layers
 from eagle3.config import HeadConfig, HeadOptions
 from eagle3.errors import CheckpointError, ConfigError
+from eagle3.heads.lean import rms_norm, silu_times
 from eagle3.rope import RopeSpec, check_against_target, cos_sin, has_rotary, other_tables, rotate, target_rope
 from eagle3.target import Target
 from eagle3.vocab import VocabMap
@@ -29,7 +30,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -79,7 +80,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(silu_times(self.gate_proj(x), self.up_proj(x)))
 
 
 class FirstLayer(nn.Module):
