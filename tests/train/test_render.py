@@ -41,6 +41,24 @@ STRICT = (
     "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}{{ m['content'] + '<|im_end|>' }}{% endfor %}"
 )
+# Qwen3's habits: thinking is rendered after the last user message only, calls of tools as JSON, results as a user's
+TOOLS_AND_THINKING = (
+    "{% if tools %}{{ '<|im_start|>system\n' + tools | tojson + '<|im_end|>\n' }}{% endif %}"
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}{% if m.role == 'tool' %}"
+    "{{ '<|im_start|>user\n<result>' + m.content + '</result><|im_end|>\n' }}{% else %}"
+    "{{ '<|im_start|>' + m.role + '\n' }}{% if m.reasoning_content and loop.index0 > ns.last %}"
+    "{{ '<think>' + m.reasoning_content + '</think>\n' }}{% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls %}{{ '<call>' + c.function | tojson + '</call>' }}{% endfor %}{{ '<|im_end|>\n' }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{% if enable_thinking is false %}{{ '<think></think>\n' }}{% endif %}{% endif %}"
+)
+# Llama 3.1's habit: a call of a tool has no content and ends with another token
+CALL_ENDS_OTHERWISE = (
+    "{% for m in messages %}{{ '<|header|>' + m.role + '\n' }}{% if m.tool_calls %}"
+    "{{ '<|call|>' + m.tool_calls[0].function | tojson + '<|eom_id|>' }}{% else %}{{ m.content + '<|eot_id|>' }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|header|>assistant\n' }}{% endif %}"
+)
 IGNORES_CONTENT = "{% for m in messages %}{{ '<|im_start|>' + m['role'] }}{% endfor %}"
 
 
@@ -243,3 +261,83 @@ def test_what_the_template_refuses_names_the_turn(with_template):
 def test_empty_contents(chatml):
     row, *_ = ChatRenderer(chatml, (IM_END,)).rows(chat("", "", "x", "y"))
     assert spans(chatml, row) == ["<|im_end|>", "y<|im_end|>"]
+
+
+CALLS = {"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]}
+CALLED = '{"name": "f", "arguments": {"x": 1}}'
+TOOL_CHAT = (
+    ("system", "Be kind."),
+    ("user", "f of 1?"),
+    Message("assistant", "", extra=CALLS),
+    Message("tool", "2", extra={"tool_call_id": "7"}),
+    ("assistant", "It is 2."),
+)
+
+
+def test_calls_of_tools_are_supervised_and_their_results_are_not(with_template):
+    tokenizer = with_template(TOOLS_AND_THINKING)
+    renderer = ChatRenderer(tokenizer, (IM_END,))
+    (row,) = renderer.rows(chat(*TOOL_CHAT, tools=[{"name": "f"}]))
+    assert spans(tokenizer, row) == [f"<call>{CALLED}</call><|im_end|>", "It is 2.<|im_end|>"]
+    text = tokenizer.decode(row.input_ids)
+    assert text.startswith('<|im_start|>system\n[{"name": "f"}]<|im_end|>\n<|im_start|>system\nBe kind.')
+    assert "<result>2</result>" in text
+    assert not renderer.notes
+
+
+def test_generated_ids_of_a_call(with_template):
+    tokenizer = with_template(TOOLS_AND_THINKING)
+    ids = tokenizer("<call>mine</call>")["input_ids"]
+    for given in (ids, [*ids, IM_END]):
+        row, *_ = ChatRenderer(tokenizer, (IM_END,)).rows(chat("Hi", Message("assistant", "", given, CALLS)))
+        assert spans(tokenizer, row) == ["<call>mine</call><|im_end|>"]
+
+
+def test_a_call_that_ends_with_another_token(with_template):
+    """Catches: a call cut short or joined by a text's end of turn, or refused."""
+    tokenizer = with_template(CALL_ENDS_OTHERWISE, ["<|header|>", "<|call|>", "<|eom_id|>", "<|eot_id|>"])
+    eos = tokenizer.convert_tokens_to_ids(["<|eom_id|>", "<|eot_id|>"])
+    renderer = ChatRenderer(tokenizer, eos)
+    (row,) = renderer.rows(chat(*TOOL_CHAT))
+    assert spans(tokenizer, row) == [f"<|call|>{CALLED}<|eom_id|>", "It is 2.<|eot_id|>"]
+    ids = [*tokenizer("<|call|>mine")["input_ids"], eos[0]]
+    (row,) = renderer.rows(chat("Hi", Message("assistant", "", ids, CALLS)))
+    assert spans(tokenizer, row) == ["<|call|>mine<|eom_id|>"]
+
+
+def test_thinking_beside_content_gives_a_row_per_turn(with_template):
+    tokenizer = with_template(TOOLS_AND_THINKING)
+    first, second = (Message("assistant", str(n), extra={"reasoning_content": f"hm {n}"}) for n in (1, 2))
+    rows = ChatRenderer(tokenizer, (IM_END,)).rows(chat("One?", first, "Two?", second))
+    expected = [["<think>hm 1</think>\n1<|im_end|>"], ["<think>hm 2</think>\n2<|im_end|>"]]
+    assert [spans(tokenizer, row) for row in rows] == expected
+    assert "hm 1" not in tokenizer.decode(rows[1].input_ids)
+
+
+def test_thinking_between_calls_stays_in_one_row(with_template):
+    """After the last user message nothing is rewritten: a chain of calls is one row."""
+    tokenizer = with_template(TOOLS_AND_THINKING)
+    thinking = Message("assistant", "", extra={**CALLS, "reasoning_content": "hm"})
+    (row,) = ChatRenderer(tokenizer, (IM_END,)).rows(chat("f?", thinking, ("tool", "2"), ("assistant", "It is 2.")))
+    assert spans(tokenizer, row) == [f"<think>hm</think>\n<call>{CALLED}</call><|im_end|>", "It is 2.<|im_end|>"]
+
+
+def test_template_options_reach_the_template(with_template):
+    tokenizer = with_template(TOOLS_AND_THINKING)
+    renderer = ChatRenderer(tokenizer, (IM_END,), {"enable_thinking": False})
+    row, *_ = renderer.rows(chat("Hi", "<think></think>\nHello"))
+    assert tokenizer.decode(row.prompt_ids).endswith("assistant\n<think></think>\n")
+    assert spans(tokenizer, row) == ["Hello<|im_end|>"]
+
+
+def test_a_template_without_tools_is_told_of_or_refused(chatml):
+    """Catches: turns that teach an empty reply, because the template skips what was called."""
+    with pytest.raises(DataError, match=r"chats\.jsonl:7: messages\[2\].*does not render 'tool_calls'.*empty"):
+        ChatRenderer(chatml, (IM_END,)).rows(chat(*TOOL_CHAT))
+    renderer = ChatRenderer(chatml, (IM_END,))
+    extra = {**CALLS, "reasoning_content": "hm"}
+    for _ in range(2):
+        (row,) = renderer.rows(chat("Hi", Message("assistant", "Hello!", extra=extra), tools=[{"name": "f"}]))
+    assert spans(chatml, row) == ["Hello!<|im_end|>"]
+    assert sorted(renderer.notes) == ["reasoning_content", "tool_calls", "tools"]
+    assert "does not render 'tools' (first: chats.jsonl:7: messages[1])" in renderer.notes["tools"]
