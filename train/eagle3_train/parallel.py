@@ -6,11 +6,11 @@ Knows processes and parameters, nothing of heads or losses. `local` tensors are 
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -33,6 +33,7 @@ from eagle3_train.optim import set_learning_rate
 TIMEOUT = timedelta(minutes=30)
 # name of a parameter -> what its optimiser keeps for it (exp_avg, step, ...), tensors or numbers
 States = dict[str, dict[str, Any]]
+T = TypeVar("T")
 
 
 def open_accelerator(device: str, **settings: Any) -> Accelerator:
@@ -177,6 +178,24 @@ class Parallel:
         total = self.accelerator.reduce(values, reduction="sum")
         assert isinstance(total, Tensor)
         return total
+
+    def on_main(self, work: Callable[[], T]) -> T:
+        """Do this on the main process alone; its result, or what went wrong, on every process.
+
+        Raises:
+            Eagle3Error, OSError: what `work` raises.
+        """
+        result, error = None, None
+        if self.is_main:
+            try:
+                result = work()
+            except (Eagle3Error, OSError) as raised:
+                error = raised
+        if self.world > 1:
+            result, error = broadcast_object_list([result, error])
+        if error is not None:
+            raise error
+        return cast(T, result)
 
     # weights
 
