@@ -150,17 +150,21 @@ class Target:
             output = self._decoder(input_ids=ids[None], position_ids=positions[None], use_cache=False, ctx=ctx)
         return output.last_hidden_state[0]
 
-    def logits(self, hidden: Tensor, ids: Tensor | None = None) -> Tensor:
-        """Logits [..., V] of last hidden states [..., H], scaled and soft-capped as the model does.
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V] of last hidden states [..., H], scaled and soft-capped as the model does."""
+        return self._ruled(self.lm_head(hidden))
 
-        Args:
-            ids: int64 [n]: of these tokens only -> [..., n].
+    def logits_of(self, ids: Tensor) -> Callable[[Tensor], Tensor]:
+        """The function from last hidden states [..., H] to the logits [..., n] of the tokens `ids` (int64 [n]) alone.
+
+        It holds a copy of their rows of lm_head, unless they are all of them in order.
         """
-        if ids is None:
-            logits = self.lm_head(hidden)
-        else:
-            bias = self.lm_head.bias
-            logits = F.linear(hidden, self.lm_head.weight[ids], None if bias is None else bias[ids])
+        if torch.equal(ids, torch.arange(self.vocab_size, device=ids.device)):
+            return self.logits
+        weight, bias = self.lm_head.weight[ids], None if self.lm_head.bias is None else self.lm_head.bias[ids]
+        return lambda hidden: self._ruled(F.linear(hidden, weight, bias))
+
+    def _ruled(self, logits: Tensor) -> Tensor:
         for rule in self._logit_rules:
             logits = rule(logits)
         return logits

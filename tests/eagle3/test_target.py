@@ -76,7 +76,7 @@ class TestLogits:
         some = torch.tensor([250, 3, 3, 299])
         with torch.no_grad():
             hidden = target.hidden(ids, positions, DenseCausal([6]))
-            torch.testing.assert_close(target.logits(hidden, some), target.logits(hidden)[:, some])
+            torch.testing.assert_close(target.logits_of(some)(hidden), target.logits(hidden)[:, some])
 
     @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3"])
     def test_embed_is_what_layer_0_reads(self, build, document, family):

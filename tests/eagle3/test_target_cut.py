@@ -44,7 +44,7 @@ def test_cut_equals_whole(tmp_path, family):
     ids, hidden = torch.arange(40), torch.randn(40, whole.hidden_size, generator=torch.Generator().manual_seed(0))
     assert torch.equal(cut.embed(ids), whole.embed(ids))
     assert torch.equal(cut.logits(hidden), whole.logits(hidden))
-    assert torch.equal(cut.logits(hidden, ids), whole.logits(hidden, ids))
+    assert torch.equal(cut.logits_of(ids)(hidden), whole.logits_of(ids)(hidden))
     for name in ("num_layers", "hidden_size", "vocab_size", "max_positions", "fingerprint", "dtype"):
         assert getattr(cut, name) == getattr(whole, name), name
     options = HeadOptions(capture_layers=(1, 3, 7))

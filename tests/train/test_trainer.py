@@ -319,12 +319,12 @@ def test_warm_start_keeps_the_map(made, whole, tmp_path):
 
 def test_keeping_features_changes_nothing(made, whole, tmp_path):
     """Features of another document; a resumed run that makes them in other batches (hence bit by bit)."""
-    kept = train(made, tmp_path / "kept", keep_features=True)
+    kept = train(made, tmp_path / "kept", features__source="memory")
     for found, wanted in zip(losses(kept), losses(whole), strict=True):
         assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-4)
-    part = train(made, tmp_path / "part", keep_features=True, max_steps=20, save_every=10)
+    part = train(made, tmp_path / "part", features__source="memory", max_steps=20, save_every=10)
     shutil.rmtree(part / "checkpoints/step-00000020")
-    train(made, part, keep_features=True)
+    train(made, part, features__source="memory")
     assert losses(part) == losses(kept)
 
 

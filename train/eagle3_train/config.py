@@ -52,16 +52,20 @@ class FeaturesConfig:
             `store`: filled in the first epoch, read in the next), offline (read from `store`; the target's layers
             are not loaded).
         store: folder of the feature store.
-        dtype: of what is stored: auto (the target's), float32, bfloat16, float8 (with a scale per token).
+        dtype: of what is kept: auto (the target's), float32, bfloat16, float8 (with a scale per token and layer; the
+            teacher's states stay bfloat16).
+        shard_mib: size of a shard of the store, in MiB; each process holds one in memory while it is filled.
     """
 
     source: str = "online"
     store: str | None = None
     dtype: str = "auto"
+    shard_mib: int = 256
 
     def __post_init__(self):
         _one_of("features.source", self.source, ("online", "memory", "hybrid", "offline"))
         _one_of("features.dtype", self.dtype, ("auto", "float32", "bfloat16", "float8"))
+        _at_least("features.shard_mib", self.shard_mib, 1)
         if self.store is not None:
             object.__setattr__(self, "store", os.path.expanduser(self.store))
         if self.source in ("hybrid", "offline") and self.store is None:
@@ -181,7 +185,6 @@ class TrainConfig:
         dtype: of the target: auto (its own), float32, bfloat16, float16.
         device: cpu, cuda, ... ; auto lets accelerate choose.
         autocast: dtype of the head's matrix products: bfloat16 or float32; weights are fp32 always.
-        keep_features: keep the target's features in memory after the first epoch (RAM for speed).
         rows_per_step: chats of one optimizer step, over all processes.
         tokens_per_batch: most tokens in one forward of one process (data.max_length or more).
         max_steps: optimizer steps.
@@ -207,7 +210,6 @@ class TrainConfig:
     dtype: str = "auto"
     device: str = "auto"
     autocast: str = "bfloat16"
-    keep_features: bool = False
     rows_per_step: int = 4
     tokens_per_batch: int = 4096
     max_steps: int = 1000
@@ -241,6 +243,10 @@ class TrainConfig:
             raise ConfigError(f"seed is {self.seed}; it must fit 64 bits")
         if self.resume not in ("auto", "never"):
             raise ConfigError(f"resume is {self.resume!r}; use auto or never")
+        if self.data.streaming and self.features.source != "online":
+            raise ConfigError(
+                f"features.source is {self.features.source}, which keeps every chat; with data.streaming use online"
+            )
         if self.eval.engine_every and self.features.source == "offline":
             raise ConfigError(
                 "eval.engine_every needs the target's layers, which features.source: offline does not load; set "

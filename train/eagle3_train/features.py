@@ -1,17 +1,70 @@
-"""What the rollout learns from: the target's features and teacher, made online and, if asked, kept in memory."""
+"""What the rollout learns from: the target's features and teacher, made online or taken from where they are kept."""
 
 import torch
 from torch import Tensor
 
 from eagle3.attention import DenseCausal
 from eagle3.capture import Capture
-from eagle3.errors import ConfigError
+from eagle3.errors import NotFiniteError, StoreError
 from eagle3.heads.eagle3 import Eagle3Head
 from eagle3.target import Target
 from eagle3_train.batches import PackedBatch, Supervision
+from eagle3_train.shards import DocumentFeatures
+from eagle3_train.shelf import Shelf
+from eagle3_train.store import document_keys
 from eagle3_train.ttt import Teacher, TTTBatch
 
 TEACHER_CHUNK = 256
+
+
+class TargetRun:
+    """One forward of the target over packed documents, for what a head learns from.
+
+    Args:
+        max_rows: tokens of the largest forward.
+    """
+
+    def __init__(self, target: Target, capture_layers: tuple[int, ...], max_rows: int):
+        self.target = target
+        self.capture = Capture(target, capture_layers, max_rows)
+
+    @torch.no_grad()
+    def __call__(self, ids: Tensor, lengths: list[int], supervised: Tensor) -> DocumentFeatures:
+        """Features of all tokens; states, log-sum-exp and argmax of the teacher of the supervised rows.
+
+        Args:
+            ids: int64 [T], documents of `lengths` end to end. supervised: bool [T].
+        Raises:
+            NotFiniteError: naming the document.
+        """
+        positions = torch.cat([torch.arange(n, device=ids.device) for n in lengths])
+        with self.capture.rows(len(ids)):
+            hidden = self.target.hidden(ids, positions, DenseCausal(lengths))
+        # row t's teacher speaks at t + 1; a supervised row is never the last
+        rows = supervised.nonzero().flatten()
+        hidden = hidden[rows + 1]
+        lse = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+        argmax = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
+        for start in range(0, len(hidden), TEACHER_CHUNK):
+            at = slice(start, start + TEACHER_CHUNK)
+            full = self.target.logits(hidden[at]).float()
+            lse[at], argmax[at] = full.logsumexp(-1), full.argmax(-1)
+        features = self.capture.features.clone()
+        self._check_finite(ids, lengths, features.isfinite().all(-1), rows, lse.isfinite())
+        return DocumentFeatures(features, hidden, lse, argmax)
+
+    def _check_finite(self, ids: Tensor, lengths: list[int], features: Tensor, rows: Tensor, teacher: Tensor) -> None:
+        good = features.clone()
+        good[rows] &= teacher
+        if good.all():
+            return
+        what = "logits" if features.all() else "hidden states"
+        documents = zip(ids.split(lengths), good.split(lengths), strict=True)
+        broken = next(document for document, fine in documents if not fine.all())
+        raise NotFiniteError(
+            f"the target's {what} are not finite in {self.target.dtype} for the chat {_told(self.target, broken)}; "
+            "nothing was updated from it: load the target in another dtype (float32, bfloat16), or take that chat out"
+        )
 
 
 class Features:
@@ -19,81 +72,80 @@ class Features:
 
     Args:
         max_rows: tokens of the largest batch.
-        keep: remember every document's features and supervised hidden states in memory, so that the target runs
-            in the first epoch only.
+        shelf: where documents are kept once the target has run on them; None runs it on every batch. With one that
+            takes nothing (not `writable`) the target never runs, and all documents must be there.
     """
 
-    def __init__(self, target: Target, head: Eagle3Head, max_rows: int, keep: bool = False):
-        self.target, self.head = target, head
-        self.capture = Capture(target, head.capture_layers, max_rows)
-        self._kept: dict[bytes, tuple[Tensor, ...]] | None = {} if keep else None
-
-    @property
-    def draft_ids(self) -> Tensor:
-        """Target ids of the draft vocabulary [Vd]; not stored, as a resumed run loads its map after this is made."""
-        return self.head.to_target(torch.arange(self.head.draft_vocab_size, device=self.head.d2t.device))
+    def __init__(self, target: Target, head: Eagle3Head, max_rows: int, shelf: Shelf | None = None):
+        self.target, self.head, self.shelf = target, head, shelf
+        offline = shelf is not None and not shelf.writable
+        self._run = None if offline else TargetRun(target, head.capture_layers, max_rows)
+        self._draft_ids: Tensor | None = None
 
     @torch.no_grad()
     def prepare(self, batch: PackedBatch, supervision: Supervision) -> TTTBatch:
-        """Inputs of a rollout over `batch` (on the target's device)."""
+        """Inputs of a rollout over `batch` (on the target's device).
+
+        Raises:
+            NotFiniteError: the target gave NaN or infinity, naming the document.
+            StoreError: a document is not in the store, or its bytes are damaged.
+        """
         mask = torch.zeros(len(batch.ids), dtype=torch.bool, device=batch.ids.device)
         mask[supervision.rows] = True
-        features, hidden, lse, argmax = self._recall(batch, mask) or self._run(batch, mask)
-        teacher = Teacher(self.target.logits(hidden, self.draft_ids), lse, argmax, self.head.t2d[argmax])
-        return TTTBatch(batch, features, self.target.embed(batch.ids), supervision, teacher)
+        if batch.idle and self.shelf is not None:
+            values = self._nothing(batch)
+        elif self.shelf is None:
+            assert self._run is not None
+            values = self._run(batch.ids, batch.lengths, mask)
+        else:
+            values = self._kept(batch, mask, self.shelf)
+        # from the states in every case, by one product of one shape: kept and fresh ones teach bit for bit the same
+        logits = self._draft_logits(values.hidden)
+        in_vocab = self.head.t2d[values.argmax]
+        teacher = Teacher(logits, values.lse, values.argmax, in_vocab)
+        return TTTBatch(batch, values.features, self.target.embed(batch.ids), supervision, teacher)
 
-    def _run(self, batch: PackedBatch, mask: Tensor) -> tuple[Tensor, ...]:
-        """Features [T, F]; of the teacher's positions: last hidden states [R, H], log-sum-exp [R], argmax [R]."""
-        if self._kept is None:
-            return self._forward(batch.ids, batch.positions, batch.lengths, mask)
-        # one document at a time: what is kept must not depend, not by an ulp, on the batch that it was made in
-        columns = zip(*(x.split(batch.lengths) for x in (batch.ids, batch.positions, mask)), strict=True)
-        parts = [self._forward(ids, positions, [len(ids)], part) for ids, positions, part in columns]
-        self._kept.update(zip(_keys(batch, mask), parts, strict=True))
-        return tuple(torch.cat(column) for column in zip(*parts, strict=True))
+    def flush(self) -> None:
+        """Write to disk what waits there; to be called before the process ends."""
+        if self.shelf is not None and self.shelf.writable:
+            self.shelf.flush()
 
-    def _forward(self, ids: Tensor, positions: Tensor, lengths: list[int], mask: Tensor) -> tuple[Tensor, ...]:
-        with self.capture.rows(len(ids)):
-            hidden = self.target.hidden(ids, positions, DenseCausal(lengths))
-        # row t's teacher speaks at t + 1; a supervised row is never the last
-        hidden = hidden[mask.nonzero().flatten() + 1]
-        lse = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-        argmax = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
-        for start in range(0, len(hidden), TEACHER_CHUNK):
-            at = slice(start, start + TEACHER_CHUNK)
-            full = self.target.logits(hidden[at]).float()
-            lse[at], argmax[at] = full.logsumexp(-1), full.argmax(-1)
-        return self.capture.features.clone(), hidden, lse, argmax
+    def _kept(self, batch: PackedBatch, mask: Tensor, shelf: Shelf) -> DocumentFeatures:
+        """Document by document: what is kept must not depend, not by an ulp, on the batch that it was made in."""
+        parts = []
+        documents, masks = batch.ids.split(batch.lengths), mask.split(batch.lengths)
+        for key, ids, rows in zip(document_keys(documents, masks), documents, masks, strict=True):
+            if (kept := shelf.get(key)) is None:
+                if self._run is None:
+                    raise StoreError(
+                        f"the feature store lacks the chat {_told(self.target, ids)}; run python "
+                        "train/dump_features.py with the same settings, or set features.source: hybrid"
+                    )
+                # what is read back later is what is learned from now
+                kept = shelf.codec.encode(self._run(ids, [len(ids)], rows))
+                shelf.add(key, kept)
+            parts.append(shelf.codec.decode(kept, self.target.dtype, batch.ids.device))
+        return DocumentFeatures.join(parts)
 
-    def _recall(self, batch: PackedBatch, mask: Tensor) -> tuple[Tensor, ...] | None:
-        if self._kept is None:
-            return None
-        found = [self._kept.get(key) for key in _keys(batch, mask)]
-        parts = [part for part in found if part is not None]
-        if len(parts) < len(found):
-            return None
-        return tuple(torch.cat(column) for column in zip(*parts, strict=True))
+    def _nothing(self, batch: PackedBatch) -> DocumentFeatures:
+        """Of a stand-in, which is in no store: nobody learns from it."""
+        target = self.target
+        like = {"dtype": target.dtype, "device": batch.ids.device}
+        features = torch.zeros(len(batch.ids), len(self.head.capture_layers) * target.hidden_size, **like)
+        lse = torch.empty(0, device=batch.ids.device)
+        return DocumentFeatures(features, torch.empty(0, target.hidden_size, **like), lse, lse.long())
 
-
-def check_memory(tokens: int, supervised_tokens: int, target: Target, layers: int) -> int:
-    """Bytes that keeping the features of a data set takes.
-
-    Raises:
-        ConfigError: more than this machine has free.
-    """
-    import psutil
-
-    size = torch.finfo(target.dtype).bits // 8
-    needed = size * target.hidden_size * (tokens * layers + supervised_tokens)
-    free = psutil.virtual_memory().available
-    if needed > 0.8 * free:
-        raise ConfigError(
-            f"keep_features needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free; set keep_features: false"
-        )
-    return needed
+    def _draft_logits(self, hidden: Tensor) -> Tensor:
+        """Logits [R, Vd] of the draft vocabulary. Its rows of lm_head are copied once per map: a resumed run loads
+        its map after this object is made."""
+        ids = self.head.to_target(torch.arange(self.head.draft_vocab_size, device=self.head.d2t.device))
+        if self._draft_ids is None or not torch.equal(ids, self._draft_ids):
+            self._draft_ids, self._logits = ids, self.target.logits_of(ids)
+        return self._logits(hidden)
 
 
-def _keys(batch: PackedBatch, mask: Tensor) -> list[bytes]:
-    """A document is known by its tokens and by which of them are supervised."""
-    documents = zip(batch.ids.cpu().split(batch.lengths), mask.cpu().split(batch.lengths), strict=True)
-    return [ids.numpy().tobytes() + rows.numpy().tobytes() for ids, rows in documents]
+def _told(target: Target, ids: Tensor) -> str:
+    """A document as users know it: its length and its beginning."""
+    if target.tokenizer is None:
+        return f"of {len(ids)} tokens that begins with the ids {ids[:8].tolist()}"
+    return f"of {len(ids)} tokens that begins {target.tokenizer.decode(ids[:48].tolist())!r}"

@@ -1,7 +1,9 @@
 """What surrounds the training loop: opening a run, loading its parts, evaluating, exporting. Knows no rollout."""
 
 import tempfile
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,9 @@ from eagle3.vocab import build_vocab_map
 from eagle3_train.batches import PackedBatch, Supervision, batches_of, supervise
 from eagle3_train.config import TrainConfig
 from eagle3_train.evaluate import Counts, Tally
-from eagle3_train.features import Features, check_memory
+from eagle3_train.features import Features
 from eagle3_train.prepared import PreparedRows, prepare_rows
+from eagle3_train.shelf import open_shelf
 from eagle3_train.sources import open_sources
 from eagle3_train.state import RunState
 from eagle3_train.tokenizer import load_tokenizer
@@ -67,6 +70,8 @@ class Run:
         self.is_main = self.accelerator.is_main_process
         self.metrics: MetricsLog | None = None
         self.record: RunRecord | None = None
+        # what is to be done however the run ends
+        self.closing = ExitStack()
 
     def __enter__(self) -> "Run":
         return self
@@ -75,6 +80,7 @@ class Run:
         if self.metrics is not None:
             self.metrics.close()
         self.trackers.finish()
+        self.closing.close()
         # a rank that ends with its group open may abort, and hide its exit code
         self.accelerator.state.destroy_process_group()
 
@@ -141,7 +147,8 @@ def load_parts(config: TrainConfig, run: Run) -> Parts:
         Eagle3Error: whatever the user got wrong about target, data or head.
     """
     device = str(run.accelerator.device) if config.device == "auto" else config.device
-    target = Target.load(config.target, config.dtype, device)
+    offline = config.features.source == "offline"
+    target = Target.load(config.target, config.dtype, device, layers=1 if offline else None)
     if config.data.max_length > target.max_positions:
         raise ConfigError(
             f"data.max_length {config.data.max_length} exceeds the target's {target.max_positions} positions"
@@ -151,13 +158,17 @@ def load_parts(config: TrainConfig, run: Run) -> Parts:
     head = _load_head(config, target, rows)
     if config.init_head is not None:
         run.note(f"warm start from {config.init_head}: its architecture and vocabulary map are kept")
-    if config.keep_features:
-        needed = check_memory(rows.report.tokens, rows.report.supervised_tokens, target, len(head.capture_layers))
-        run.note(f"keeping features in memory: {needed / 2**30:.1f} GiB after the first epoch")
-    features = Features(target, head, config.tokens_per_batch, config.keep_features)
-    first = torch.tensor(rows.held_out[0]["input_ids"], device=target.device)
-    with torch.no_grad():
-        target.check_teacher(first, torch.arange(len(first), device=target.device))
+    ranks = run.accelerator.process_index, run.accelerator.num_processes
+    kept = () if rows.streamed is not None else chain(rows.train, rows.held_out)
+    shelf, told = open_shelf(config, target, head.capture_layers, kept, ranks)
+    if told:
+        run.note(told)
+    features = Features(target, head, config.tokens_per_batch, shelf)
+    run.closing.callback(features.flush)
+    if not offline:
+        first = torch.tensor(rows.held_out[0]["input_ids"], device=target.device)
+        with torch.no_grad():
+            target.check_teacher(first, torch.arange(len(first), device=target.device))
     return Parts(target, head, features, rows)
 
 

@@ -2,11 +2,14 @@
 
 from collections.abc import Iterable
 from itertools import repeat
+from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
 
+from eagle3.checkpoint.reference import read_config
 from eagle3.errors import ConfigError, StoreError
+from eagle3.heads.eagle3 import head_config
 from eagle3.target import Target
 from eagle3_train.batches import Row, pack, supervised
 from eagle3_train.config import TrainConfig
@@ -84,6 +87,13 @@ def open_shelf(
     needed = sum(size for key, size in documents.items() if key not in store)
     check_space(settings.store, needed)
     return store, f"features in {settings.store}: {len(store)} chats are there, {_gib(needed)} to write"
+
+
+def capture_layers(config: TrainConfig, target: Target) -> tuple[int, ...]:
+    """Of the head that the run trains."""
+    if config.init_head is not None:
+        return read_config(Path(config.init_head), target).capture_layers
+    return head_config(target, 1, config.head).capture_layers
 
 
 def make_manifest(config: TrainConfig, target: Target, capture_layers: tuple[int, ...]) -> Manifest:

@@ -79,7 +79,7 @@ class FeatureStore:
         self._waiting_bytes = 0
         if writer is not None:
             self._create(*writer)
-        self._check_manifest()
+        check_manifest(self.folder, manifest)
         self.refresh()
 
     def __contains__(self, key: bytes) -> bool:
@@ -151,25 +151,6 @@ class FeatureStore:
         if not (self.folder / MANIFEST).exists() and not any(self.folder.glob("*.safetensors")):
             write_json(self.folder / MANIFEST, self.manifest)
 
-    def _check_manifest(self) -> None:
-        path = self.folder / MANIFEST
-        if not path.is_file():
-            raise StoreError(
-                f"{str(self.folder)!r} holds no feature store (no {MANIFEST}); make one: "
-                "python train/dump_features.py with the same settings"
-            )
-        try:
-            found = dict(json.loads(path.read_text(encoding="utf-8")))
-        except (ValueError, TypeError) as error:
-            raise StoreError(f"{path} cannot be read ({error}); give another features.store") from error
-        wanted = asdict(self.manifest)
-        differing = [f"{k} {found.get(k)} (this run: {v})" for k, v in wanted.items() if found.get(k) != v]
-        if differing:
-            raise StoreError(
-                f"feature store {str(self.folder)!r} was made with other settings: {'; '.join(differing)}; "
-                "give another features.store, or set them as they were"
-            )
-
 
 def document_keys(ids: Sequence[Tensor], supervised: Sequence[Tensor]) -> list[bytes]:
     """A document is known by its tokens and by which of its rows are supervised (bool), each [T]."""
@@ -205,9 +186,37 @@ def check_space(folder: Path | str, needed: int) -> None:
         )
 
 
+def check_manifest(folder: Path, manifest: Manifest) -> None:
+    """
+    Raises:
+        StoreError: there is none, or it is another run's; it names what differs.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise StoreError(
+            f"{str(folder)!r} holds no feature store (no {MANIFEST}); make one: python train/dump_features.py with the "
+            "same settings"
+        )
+    try:
+        found = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise StoreError(f"{path} cannot be read ({error}); give another features.store") from error
+    differing = [f"{k} {found.get(k)} (this run: {v})" for k, v in asdict(manifest).items() if found.get(k) != v]
+    if differing:
+        raise StoreError(
+            f"feature store {str(folder)!r} was made with other settings: {'; '.join(differing)}; give another "
+            "features.store, or set them as they were"
+        )
+
+
 def damaged_shards(folder: Path | str, manifest: Manifest) -> Iterator[tuple[Path, str]]:
-    """Shards that are not what was written, each with the reason; reads the whole store."""
-    for path in sorted(Path(folder).glob("*.safetensors")):
+    """Shards that are not what was written, each with the reason; reads the whole store.
+
+    Raises:
+        StoreError: the folder holds no store, or that of another run.
+    """
+    check_manifest(Path(folder), manifest)
+    for path in sorted(Path(folder).glob("shard-*.safetensors")):
         reader = ShardReader()
         try:
             for place in shard_index(path, manifest.digest).values():
