@@ -12,9 +12,9 @@ from eagle3_kernels.draft_loss.reference import DraftLoss
 from eagle3_kernels.draft_loss.rows import RowLoss, loss_rows
 from eagle3_kernels.loss_terms import SOFT_CE, check_terms
 
-# logits of one round of the three products, and of one pass over rows (which should stay in a core's cache)
-CHUNK, CACHED = 1 << 21, 1 << 18
-RowsOp = Callable[[Tensor, Tensor, Tensor, Tensor, Mapping[str, float], bool], RowLoss]
+# logits of one round of the three products
+CHUNK = 1 << 21
+RowsOp = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Mapping[str, float], bool], RowLoss]
 
 
 def draft_loss(
@@ -42,32 +42,37 @@ class _DraftLoss(torch.autograd.Function):
         prediction = torch.empty(len(h), dtype=torch.int64, device=h.device)
         d_h = torch.empty_like(h) if wants_h else None
         d_weight = torch.zeros(vocab, size, dtype=torch.float32, device=h.device) if wants_weight else None
-        chunk, cached = max(1, CHUNK // vocab), max(1, CACHED // vocab)
+        chunk = max(1, CHUNK // vocab)
         for start in range(0, len(h), chunk):
-            stop = min(start + chunk, len(h))
-            z = (h[start:stop] @ w.T).float()
-            for first in range(start, stop, cached):
-                at = slice(first, min(first + cached, stop))
-                part = z[first - start : at.stop - start]
-                spoken = teacher[taught[at]], teacher_lse[taught[at]]
-                row_loss[at], prediction[at], alpha[at] = rows(
-                    part, *spoken, row_weights[at], terms, wants_h or wants_weight
-                )
+            at = slice(start, start + chunk)
+            z = (h[at] @ w.T).float()
+            row_loss[at], prediction[at], alpha[at] = rows(
+                z, teacher, teacher_lse, taught[at], row_weights[at], terms, wants_h or wants_weight
+            )
             d_z = z.to(h.dtype)
             if d_h is not None:
-                torch.mm(d_z, w, out=d_h[start:stop])
+                torch.mm(d_z, w, out=d_h[at])
             if d_weight is not None:
-                d_weight.addmm_(d_z.T, h[start:stop]) if h.dtype == torch.float32 else d_weight.add_(
-                    d_z.T @ h[start:stop]
-                )
-        ctx.save_for_backward(d_h, d_weight)
-        ctx.weight_dtype = weight.dtype
+                _add_product(d_weight, d_z.T, h[at])
+        ctx.d_h, ctx.d_weight, ctx.weight_dtype = d_h, d_weight, weight.dtype
         ctx.mark_non_differentiable(row_loss, prediction, alpha)
         return (row_loss * row_weights).sum(), row_loss, prediction, alpha
 
     @staticmethod
     def backward(ctx, grad, *_others):
-        d_h, d_weight = ctx.saved_tensors
-        d_h = None if d_h is None else (d_h.float() * grad).to(d_h.dtype)
-        d_weight = None if d_weight is None else (d_weight * grad).to(ctx.weight_dtype)
+        if ctx.d_h is ctx.d_weight is None:
+            raise RuntimeError("draft_loss: its gradients were handed out by the first backward; run the forward again")
+        # scaled in place and let go of: a copy of d_weight would be the largest tensor of a training step
+        d_h, d_weight = ctx.d_h, ctx.d_weight
+        ctx.d_h = ctx.d_weight = None
+        d_h = None if d_h is None else d_h.mul_(grad)
+        d_weight = None if d_weight is None else d_weight.mul_(grad).to(ctx.weight_dtype)
         return d_h, d_weight, *[None] * 7
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a b, summed in fp32."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:
+        total.add_(a @ b)

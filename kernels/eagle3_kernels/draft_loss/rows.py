@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 TINY = torch.finfo(torch.float32).tiny
+# logits of one pass, so that the passes after it find them in the core's cache
+CACHED = 1 << 18
 
 
 class RowLoss(NamedTuple):
@@ -31,7 +33,13 @@ class RowLoss(NamedTuple):
 
 
 def loss_rows(
-    z: Tensor, teacher: Tensor, teacher_lse: Tensor, row_weights: Tensor, terms: Mapping[str, float], wants_grad: bool
+    z: Tensor,
+    teacher: Tensor,
+    teacher_lse: Tensor,
+    taught: Tensor,
+    row_weights: Tensor,
+    terms: Mapping[str, float],
+    wants_grad: bool,
 ) -> RowLoss:
     """The mix of terms of m rows; with `wants_grad`, z becomes row_weights * d row_loss / dz.
 
@@ -39,9 +47,27 @@ def loss_rows(
 
     Args:
         z: draft logits [m, Vd], fp32.
-        teacher: each row's own teacher logits [m, Vd].
-        teacher_lse, row_weights: fp32 [m].
+        teacher, teacher_lse: logits [R, Vd] and log-sum-exp [R] of the entries that `taught` [m] points to.
+        row_weights: fp32 [m].
     """
+    size = max(1, CACHED // z.shape[1]) if z.device.type == "cpu" else len(z)
+    parts = [
+        _loss_rows(*part, terms, wants_grad)
+        for part in zip(
+            z.split(size),
+            (teacher[entries] for entries in taught.split(size)),
+            teacher_lse[taught].split(size),
+            row_weights.split(size),
+            strict=True,
+        )
+    ]
+    return RowLoss(*map(torch.cat, zip(*parts, strict=True)))
+
+
+def _loss_rows(
+    z: Tensor, teacher: Tensor, teacher_lse: Tensor, row_weights: Tensor, terms: Mapping[str, float], wants_grad: bool
+) -> RowLoss:
+    """The same for few enough rows, each with its own entry."""
     rows = _Rows(z, teacher.float(), teacher_lse[:, None])
     mix = _mixed([(weight, _SHARES[name](rows)) for name, weight in terms.items() if weight])
     if wants_grad:
