@@ -11,13 +11,17 @@ import os
 import sys
 import time
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from copy import deepcopy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from eagle3.config import load_config
 from eagle3.errors import Eagle3Error, one_line
 from eagle3_train.config import TrainConfig
 
 if TYPE_CHECKING:
+    from eagle3.heads.eagle3 import Eagle3Head
+    from eagle3.target import Target
     from eagle3_train.run import Run
 
 
@@ -54,8 +58,9 @@ def _train(config: TrainConfig, run: "Run") -> None:
     from eagle3_train.evaluate import Tally
     from eagle3_train.optim import check_finite, learning_rate, make_optimizer, set_learning_rate
     from eagle3_train.progress import Progress
-    from eagle3_train.run import evaluate, load_parts, normalisers, over_ranks
+    from eagle3_train.run import due, ended, evaluate, load_parts, normalisers, over_ranks
     from eagle3_train.state import Checkpoints, RunState
+    from eagle3_train.tracking import peak_memory
     from eagle3_train.ttt import TTTRollout
 
     accelerator, steps = run.accelerator, config.ttt.steps
@@ -70,14 +75,26 @@ def _train(config: TrainConfig, run: "Run") -> None:
     if (latest := checkpoints.latest()) is not None:
         state, changes = checkpoints.load(latest, config, head.config)
         run.note(f"resumed at step {state.step} from {latest}" + "".join(f"\n  changed: {c}" for c in changes))
+    trial = EngineTrial(config, target)
     run.start(state, parts.record)
     progress = Progress(config.max_steps, state.step, config.log_every, enabled=run.is_main)
     autocast = torch.autocast(target.device.type, torch.bfloat16, enabled=config.autocast == "bfloat16")
     # since the last record; seconds are of updates alone
     tally, tokens, seconds, shown = Tally(steps), 0, 0.0, {}
 
-    for step in range(state.step, config.max_steps):
-        began = time.monotonic()
+    def try_engine() -> None:
+        if run.is_main:
+            taus, drafts = trial.run(head)
+            run.log({"step": state.step, "split": "engine", "tokens": state.tokens, **taus})
+            run.log_drafts(drafts, state.step)
+            progress.note(f"step {state.step}: engine " + "  ".join(f"{k} {v:.3f}" for k, v in taus.items()))
+        accelerator.wait_for_everyone()
+
+    if config.eval.engine_every and state.step == 0:
+        try_engine()
+
+    while not ended(state, config):
+        began, step = time.monotonic(), state.step
         micro = [batch.to(target.device) for batch in batches.step(step)]
         supervisions = [supervise(batch, head.t2d, steps) for batch in micro]
         counts, new_tokens = normalisers(micro, supervisions, accelerator)
@@ -98,26 +115,58 @@ def _train(config: TrainConfig, run: "Run") -> None:
         seconds += time.monotonic() - began
         state.step = step + 1
         tokens, state.tokens = tokens + new_tokens, state.tokens + new_tokens
-        at_end = state.step == config.max_steps
-        if state.step % config.log_every == 0 or at_end:
-            record = {"step": state.step, "tokens": state.tokens, **over_ranks(tally, accelerator).rates()}
-            run.log({**record, "lr": lr, "grad_norm": grad_norm, "tokens_per_second": tokens / seconds})
-            shown["loss"] = record["loss"]
-            tally, tokens, seconds = Tally(steps), 0, 0.0
-        progress.update(state.step, new_tokens, **shown)
-        if state.step % config.eval.every == 0 or at_end:
+        if due(config.eval.every, state, config):
             held_out = evaluate(parts, rollout, config, accelerator, autocast)
             shown["tau"] = held_out.tau
             run.log({"step": state.step, "split": "eval", "tokens": state.tokens, **held_out.rates()})
             progress.note(f"step {state.step}: held-out {held_out}")
-            if held_out.tau > state.best_tau:
-                state.best_tau, state.best_step = held_out.tau, state.step
+            if state.judge(held_out.tau):
                 run.export("best", head, state)
-        if state.step % config.save_every == 0 or at_end:
+        if due(config.eval.engine_every, state, config):
+            try_engine()
+        if due(config.log_every, state, config):
+            record = {"step": state.step, "tokens": state.tokens, **over_ranks(tally, accelerator).rates()}
+            speed = {"tokens_per_second": tokens / seconds, "peak_memory_bytes": peak_memory()}
+            run.log({**record, "lr": lr, "grad_norm": grad_norm, **speed})
+            shown["loss"] = record["loss"]
+            tally, tokens, seconds = Tally(steps), 0, 0.0
+        progress.update(state.step, new_tokens, **shown)
+        if due(config.save_every, state, config):
             checkpoints.save(state, config, head.config)
     progress.close()
     run.export("last", head, state)
     run.finish(state)
+
+
+class EngineTrial:
+    """Real tau, of a few prompts that the engine answers. The one place where training meets the runtime.
+
+    Raises:
+        Eagle3Error: the prompts cannot be read, or do not fit the target.
+    """
+
+    def __init__(self, config: TrainConfig, target: "Target"):
+        from eagle3_infer.prompts import load_prompts, render, shipped_prompts_path
+        from eagle3_infer.request import Request
+
+        self.target, self.depth, self.requests = target, config.ttt.steps, []
+        if config.eval.engine_every:
+            prompts = load_prompts(Path(config.eval.prompts or shipped_prompts_path()), config.eval.prompt_count)
+            texts = [render(target.tokenizer, prompt.messages([]))[1] for prompt in prompts]
+            new = config.eval.new_tokens
+            self.requests = [Request(ids, max_new_tokens=new, prompt_id=i) for i, ids in enumerate(texts)]
+
+    def run(self, head: "Eagle3Head") -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """tau of chain and tree with `head`, of which a copy in the target's dtype is used; the chain's drafts."""
+        from eagle3_infer.config import TreeConfig
+        from eagle3_infer.engine import Engine
+        from eagle3_infer.watch import small, tau, told, watch
+
+        head = deepcopy(head).to(self.target.dtype).eval()
+        chain = watch(self.target, head, self.depth, self.requests)
+        tree = Engine(self.target, head, TreeConfig(depth=self.depth), small(self.requests)).generate(self.requests)
+        taus = {"chain_tau": tau([watched.result for watched in chain]), "tree_tau": tau(tree)}
+        return taus, told(chain, self.target.tokenizer)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """What became of every draft of a chain, round by round: for people who train heads."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import Any
 
 from eagle3.heads.protocol import DraftHead
 from eagle3.target import Target
@@ -61,10 +63,25 @@ def _drafts(engine: Engine, number: int) -> list[int]:
     return tree.tokens[row, 1 : len(tree.used_parents()[row])].tolist()
 
 
-def tau(results: Sequence[Result]) -> float | None:
-    """Tokens per round, pooled; None without a round."""
+def told(watched: Sequence[Watched], tokenizer: Any) -> list[dict[str, Any]]:
+    """A row per round, as text: the drafts accepted, those rejected, and the target's own token."""
+    rows = []
+    for prompt, reply in enumerate(watched):
+        for number, r in enumerate(reply.rounds):
+            parts = {
+                "accepted": r.drafted[: r.accepted],
+                "rejected": r.drafted[r.accepted :],
+                "target": r.emitted[r.accepted :],
+            }
+            texts = {name: tokenizer.decode(ids) for name, ids in parts.items()}
+            rows.append({"prompt": prompt, "round": number, **texts})
+    return rows
+
+
+def tau(results: Sequence[Result]) -> float:
+    """Tokens per round, pooled; NaN without a round."""
     rounds = sum(result.rounds for result in results)
-    return sum(sum(result.run_lengths) for result in results) / rounds if rounds else None
+    return sum(sum(result.run_lengths) for result in results) / rounds if rounds else math.nan
 
 
 def small(requests: Sequence[Request]) -> EngineConfig:

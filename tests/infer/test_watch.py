@@ -1,10 +1,12 @@
 """Drafts watched round by round, against the engine's own counts."""
 
+import math
+
 import pytest
 
 from eagle3_infer.config import EngineConfig, TreeConfig
-from eagle3_infer.engine import Engine, Request
-from eagle3_infer.watch import SLOTS, Round, tau, watch
+from eagle3_infer.engine import Engine, Request, Result
+from eagle3_infer.watch import SLOTS, Round, Watched, tau, told, watch
 from oracles.overfit import overfit
 
 pytestmark = pytest.mark.filterwarnings("ignore:only .* distinct tokens")
@@ -47,4 +49,19 @@ def test_rounds_add_up_to_what_the_engine_counts(count):
 
 
 def test_tau_without_a_round():
-    assert tau([]) is None
+    assert math.isnan(tau([]))
+
+
+class Words:
+    def decode(self, ids):
+        return " ".join(f"t{i}" for i in ids)
+
+
+def test_told_as_text():
+    """Drafts after a miss among the accepted ones; a reply that ends within its drafts."""
+    result = Result(token_ids=[0], finish_reason="length", prompt_tokens=1, run_lengths=[], seconds={})
+    watched = [Watched(result, [Round([1, 2, 3], [1, 9]), Round([4, 5], [4, 5])]), Watched(result, [])]
+    assert told(watched, Words()) == [
+        {"prompt": 0, "round": 0, "accepted": "t1", "rejected": "t2 t3", "target": "t9"},
+        {"prompt": 0, "round": 1, "accepted": "t4 t5", "rejected": "", "target": ""},
+    ]

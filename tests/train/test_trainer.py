@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from eagle3_train import run as run_module
 from eagle3_train.config import DataConfig, TrainConfig
 from eagle3_train.prepared import prepare_rows
 from eagle3_train.tokenizer import load_tokenizer
+from oracles.runs import arguments, check_equal, final, losses, metrics, train, weights
 from oracles.script import ENV, SCRIPT
 from oracles.tiny import tiny_chats, tiny_folder
 
@@ -35,60 +35,6 @@ def made(tmp_path_factory):
     tiny_folder(folder / "target")
     tiny_chats(folder / "chats.jsonl", folder / "target")
     return folder
-
-
-def arguments(made, output, **changes):
-    settings = {
-        "target": made / "target",
-        "output": output,
-        "data.files": f"[{made / 'chats.jsonl'}]",
-        "data.eval_rows": 4,
-        "head.draft_vocab_size": 100,
-        "ttt.steps": 3,
-        "optim.lr": 3e-3,
-        "autocast": "float32",
-        "rows_per_step": 4,
-        "max_steps": 20,
-        "eval.every": 10,
-        "save_every": 5,
-        "log_every": 1,
-        "threads": 1,
-        "device": "cpu",
-        **{name.replace("__", "."): value for name, value in changes.items()},
-    }
-    return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-
-
-def train(made, output, **changes):
-    """Run in this process; the folder of the run."""
-    main = runpy.run_path(str(SCRIPT))["main"]
-    assert main(arguments(made, output, **changes)) == 0
-    return Path(output)
-
-
-def metrics(run, split=None):
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [r for r in map(json.loads, lines) if r.get("split") == split]
-
-
-def losses(run):
-    """Every figure of every record but the speed."""
-    return [{k: v for k, v in r.items() if k != "tokens_per_second"} for s in (None, "eval") for r in metrics(run, s)]
-
-
-def weights(run, name="last"):
-    return load_file(run / name / "model.safetensors")
-
-
-def final(run):
-    """fp32 weights of the last checkpoint."""
-    return load_file(max((run / "checkpoints").glob("step-*")) / "model.safetensors")
-
-
-def check_equal(found, wanted, tolerance=0.0):
-    assert found.keys() == wanted.keys()
-    for name, x in wanted.items():
-        torch.testing.assert_close(found[name], x, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +56,7 @@ def test_records_of_a_run(whole, made):
     rows = metrics(whole)
     assert [r["step"] for r in rows] == list(range(1, 21))
     common = {"step", "tokens", "loss", "tau", "accept", "accept_chain", "alpha", "coverage"}
-    assert all(r.keys() == common | {"lr", "grad_norm", "tokens_per_second"} for r in rows)
+    assert all(r.keys() == common | {"lr", "grad_norm", "tokens_per_second", "peak_memory_bytes"} for r in rows)
     held_out = metrics(whole, "eval")
     assert [r["step"] for r in held_out] == [10, 20]
     assert all(r.keys() == common | {"split"} for r in held_out)

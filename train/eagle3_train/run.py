@@ -69,6 +69,7 @@ class Run:
         )
         self.is_main = self.accelerator.is_main_process
         self.metrics: MetricsLog | None = None
+        self.samples: MetricsLog | None = None
         self.record: RunRecord | None = None
         # what is to be done however the run ends
         self.closing = ExitStack()
@@ -77,8 +78,9 @@ class Run:
         return self
 
     def __exit__(self, *_error) -> None:
-        if self.metrics is not None:
-            self.metrics.close()
+        for log in (self.metrics, self.samples):
+            if log is not None:
+                log.close()
         self.trackers.finish()
         self.closing.close()
         # a rank that ends with its group open may abort, and hide its exit code
@@ -95,18 +97,27 @@ class Run:
 
     def start(self, state: RunState, details: dict[str, Any]) -> None:
         """Open metrics.jsonl, run.json and the trackers, continuing them after a resume."""
-        resumed = state.step or None
-        self.trackers.start(self.accelerator, asdict(self.config), state.tracker or None)
-        state.tracker = self.trackers.state()
+        resumed, told = state.step or None, asdict(self.config)
         if self.is_main:
             self.metrics = MetricsLog(self.folder / "metrics.jsonl", resumed)
+            self.samples = MetricsLog(self.folder / "samples.jsonl", resumed)
             self.record = RunRecord(self.folder / "run.json", self.config, {"seed": self.config.seed}, resumed)
             self.record.update(**details)
+            told["run"] = self.record.provenance
+        self.trackers.start(self.accelerator, told, state.tracker or None, resumed)
+        state.tracker = self.trackers.state()
 
     def log(self, record: dict[str, Any]) -> None:
         if self.metrics is not None:
             self.metrics.write(record)
         self.trackers.log(record)
+
+    def log_drafts(self, rows: list[dict[str, Any]], step: int) -> None:
+        """What became of drafts, a row each: to samples.jsonl and the trackers' tables."""
+        if self.samples is not None:
+            for row in rows:
+                self.samples.write({"step": step, **row})
+        self.trackers.table("engine/drafts", rows, step)
 
     def export(self, name: str, head: Eagle3Head, state: RunState) -> None:
         """Write the head's folder, ready for the runtime, with the record of how it was made."""
@@ -189,6 +200,16 @@ def _load_head(config: TrainConfig, target: Target, rows: PreparedRows) -> Eagle
     head = Eagle3Head.for_target(target, vocab_map, config.head, config.seed)
     head.config = replace(head.config, trained_length=config.data.max_length)
     return head
+
+
+def ended(state: RunState, config: TrainConfig) -> bool:
+    """Whether the run is over: all steps are done, or tau has not risen for `eval.patience` evaluations."""
+    return state.step >= config.max_steps or 0 < config.eval.patience <= state.since_best
+
+
+def due(every: int, state: RunState, config: TrainConfig) -> bool:
+    """Whether what is done every so many steps (0: never) is to be done after this one; a run ends with all of it."""
+    return every > 0 and (state.step % every == 0 or ended(state, config))
 
 
 def normalisers(

@@ -35,7 +35,17 @@ class RunState:
     tokens: int = 0
     best_tau: float = 0.0
     best_step: int = 0
+    # evaluations without a better tau
+    since_best: int = 0
     tracker: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def judge(self, tau: float) -> bool:
+        """Take note of an evaluation; whether it is the best so far."""
+        better = tau > self.best_tau
+        self.since_best = 0 if better else self.since_best + 1
+        if better:
+            self.best_tau, self.best_step = tau, self.step
+        return better
 
 
 class Checkpoints:
