@@ -124,8 +124,8 @@ class Parallel:
         self._finite: Tensor | bool = True
 
     @property
-    def sharded(self) -> bool:
-        """Whether processes hold shards of the weights."""
+    def hooked(self) -> bool:
+        """Whether the module is the framework's, with its hooks or shards, and not to be called outside training."""
         return self.accelerator.is_fsdp2
 
     def __call__(self, *inputs: Any) -> Any:
@@ -214,9 +214,10 @@ class Parallel:
     def plain(self, local: Mapping[str, Tensor] | None = None) -> nn.Module:
         """The module with whole weights on every process, to call outside training, in any order and number.
 
-        It is the trained module itself where that is whole and `local` is None, else a copy, the same each time.
+        It is the trained module itself under plain PyTorch and DDP, unless `local` is given; else a copy, the same one
+        each time.
         """
-        if local is None and not self.sharded:
+        if local is None and not self.hooked:
             return self.module
         for name, x in (local or self.local()).items():
             self._copy.get_parameter(name).data = self._gather(name, x).clone()

@@ -34,7 +34,11 @@ class Zero(Parallel):
         self.optimizer = self.zero.optimizer
 
     @property
-    def sharded(self) -> bool:
+    def hooked(self) -> bool:
+        return True
+
+    @property
+    def _sharded(self) -> bool:
         plugin: Any = self.accelerator.deepspeed_plugin
         return plugin.zero_stage == 3
 
@@ -56,14 +60,14 @@ class Zero(Parallel):
         return norm
 
     def _held(self, parameter: Any) -> Tensor:
-        return parameter.ds_tensor if self.sharded else parameter.detach()
+        return parameter.ds_tensor if self._sharded else parameter.detach()
 
     def _shape(self, name: str) -> torch.Size:
         parameter: Any = self.parameters[name]
-        return parameter.ds_shape if self.sharded else parameter.shape
+        return parameter.ds_shape if self._sharded else parameter.shape
 
     def _gather(self, name: str, local: Tensor) -> Tensor:
-        if not self.sharded:
+        if not self._sharded:
             return local
         shape = self._shape(name)
         parts = torch.empty(self.world, local.numel(), dtype=local.dtype, device=self.accelerator.device)
@@ -71,7 +75,7 @@ class Zero(Parallel):
         return parts.flatten()[: shape.numel()].view(shape)
 
     def _fill(self, local: Tensor, whole: Tensor) -> None:
-        local.copy_(self._part(whole) if self.sharded else whole)
+        local.copy_(self._part(whole) if self._sharded else whole)
 
     def _set(self, name: str, whole: Tensor) -> None:
         """Into what forwards use, and into the optimiser's masters."""
@@ -79,7 +83,7 @@ class Zero(Parallel):
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
         parameter = self.parameters[name]
-        if not self.sharded:
+        if not self._sharded:
             parameter.copy_(whole)
             safe_set_full_fp32_param(parameter, whole)
             return
@@ -96,7 +100,7 @@ class Zero(Parallel):
     def _flat(self, name: str) -> Tensor:
         """The partition of this rank that holds its share of the parameter, a key of the optimiser's states."""
         parameter = self.parameters[name]
-        if self.sharded:
+        if self._sharded:
             group, _, _ = self.zero.grad_position[self.zero.get_param_id(parameter)]
             return self.zero.fp32_partitioned_groups_flat[group]
         group = next(i for i, ps in enumerate(self.zero.bit16_groups) if any(p is parameter for p in ps))
@@ -127,7 +131,7 @@ class Zero(Parallel):
                         "DeepSpeed partitions states of the weights' own shape alone; resume without it"
                     )
                 kept.setdefault(key, torch.zeros_like(flat))
-                if self.sharded:
+                if self._sharded:
                     safe_set_local_optimizer_state(parameter, self._part(value), key)
                 else:
                     self._link(parameter, flat)
@@ -135,7 +139,7 @@ class Zero(Parallel):
 
     def _link(self, parameter: Any, flat: Tensor) -> None:
         """Tell ZeRO-1 and 2 which states there are: they look once, when the first group alone has stepped."""
-        if not self.sharded and parameter._hp_mapping is not None:
+        if not self._sharded and parameter._hp_mapping is not None:
             parameter._hp_mapping.set_optim_state_fragment(flat, self.optimizer.state[flat])
 
 
