@@ -172,7 +172,7 @@ def check_manifest(output: Path, settings: dict[str, Any], details: dict[str, An
     Raises:
         ConfigError: other settings, naming them, or rows of which nothing is known.
     """
-    path = output.with_name(f"{output.name}.manifest.json")
+    path = output.with_name(f"{output.name}.manifest")
     if not path.exists():
         if parts := [part for part in all_parts(output) if part.stat().st_size]:
             raise ConfigError(f"{parts[0]} exists, but not {path.name}: give another output, or remove the file")
