@@ -105,7 +105,8 @@ class Capture:
             if hidden.shape[0] != self._rows:
                 raise RuntimeError(f"layer {self.layers[column]} gave {hidden.shape[0]} rows, expected {self._rows}")
             assert self.buffer is not None
-            capture_copy(hidden, self.buffer, column)
+            # a layer of a spread target may lie on another device
+            capture_copy(hidden.to(self.buffer.device), self.buffer, column)
             written[column] += 1
 
         return write

@@ -1,9 +1,12 @@
-"""Read a causal LM from its files: whole, or cut to its first decoder layers. Knows transformers, not the seam."""
+"""Read a causal LM from its files: whole, cut to its first decoder layers, or placed on several devices.
+
+Knows transformers' loading, not the seam.
+"""
 
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -13,6 +16,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from eagle3.errors import ConfigError, UnsupportedTargetError
+from eagle3.placement import device_map, spread_layers, tensor_plan
 
 # what transformers raises on files that are missing, broken, foreign or do not fit together
 LOAD_ERRORS = (
@@ -22,16 +26,24 @@ LOAD_ERRORS = (
 _FSDP_LOADING = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 
 
-def load_model(folder: str, dtype: torch.dtype | None, layers: int | None = None) -> tuple[Any, int]:
-    """The checkpoint's model on the CPU and its number of decoder layers; dtype None is the checkpoint's own.
+def load_model(
+    folder: str,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    layers: int | None = None,
+    placement: str | Sequence[int | str] = "whole",
+) -> tuple[Any, int]:
+    """The checkpoint's model where it shall lie, and its number of decoder layers; dtype None is the checkpoint's own.
 
     Args:
         layers: read only the first `layers` decoder layers, beside embedding, final norm and lm_head; the others'
             tensors are never read. The model's config then tells `layers` as its number of layers, and keeps every
             list that has one entry per layer, as each layer looks its own up.
+        placement: one of eagle3.placement.PLACEMENTS, or a place for each layer (device index, cpu, disk).
     Raises:
         ConfigError: weights that are missing or have another shape than the config says.
-        UnsupportedTargetError: the model cannot be cut: its other weights depend on the number of layers.
+        UnsupportedTargetError: the model cannot be cut, as its other weights depend on the number of layers, or not
+            be divided.
         LOAD_ERRORS: whatever transformers raises on broken files.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -42,13 +54,35 @@ def load_model(folder: str, dtype: torch.dtype | None, layers: int | None = None
     text.num_hidden_layers = kept = depth if layers is None else min(layers, depth)
     with undivided(), _quiet() if kept < depth else nullcontext():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=dtype or "auto", output_loading_info=True, ignore_mismatched_sizes=True
+            folder,
+            config=config,
+            dtype=dtype or "auto",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **({} if placement == "whole" else _placed(config, dtype, device, placement)),
         )
     model, report = loaded
     if kept < depth:
         _check_cut(model, report, kept, depth)
     _check_weights(folder, report)
-    return model, depth
+    return model.to(device) if placement == "whole" else model, depth
+
+
+def _placed(config: Any, dtype: torch.dtype | None, device: torch.device, placement: str | Sequence) -> dict[str, Any]:
+    """What from_pretrained is told of the placement, found on a model without weights."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config)
+    name, layers = decoder_layers(model, config.get_text_config(decoder=True).num_hidden_layers)
+    if placement == "tensor_parallel":
+        from transformers.distributed.configuration_utils import DistributedConfig
+
+        plan = tensor_plan(model, name, device)
+        return {"distributed_config": DistributedConfig(tp_size=torch.distributed.get_world_size(), tp_plan=plan)}
+    if placement == "device_map":
+        placement = spread_layers(model, layers, device, dtype or config.dtype or torch.float32)
+    return {"device_map": device_map(model, name, placement, device)}
 
 
 def decoder_layers(model: Any, count: int) -> tuple[str, nn.ModuleList]:

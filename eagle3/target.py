@@ -3,7 +3,7 @@
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -57,16 +57,25 @@ class Target:
         usable_vocab: ids below it belong to the tokenizer (all of vocab_size without one).
         eos_ids: every end-of-sequence id of the generation config, the config and the tokenizer.
         max_positions: positions a row may use (see rope.position_limit).
+        collective: the layers are divided among the processes of the run: all call `hidden`, with the same rows.
         lock: held during forwards, and by who captures hidden states of one, so that threads may share a target.
     """
 
-    def __init__(self, model: Any, tokenizer: Any = None, path: str = "(in memory)", num_layers: int | None = None):
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        path: str = "(in memory)",
+        num_layers: int | None = None,
+        collective: bool = False,
+    ):
         """`num_layers`: of the whole target, where the model was cut to its first ones."""
         if why := _refusal(model):
             raise UnsupportedTargetError(f"{type(model).__name__}: {why}")
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.path = path
+        self.collective = collective
         self.text_config = model.config.get_text_config(decoder=True)
         _, self.layers = decoder_layers(model, self.text_config.num_hidden_layers)
         self.num_layers = num_layers or len(self.layers)
@@ -98,6 +107,7 @@ class Target:
         device: str = "cpu",
         tokenizer: bool = True,
         layers: int | None = None,
+        placement: str | Sequence[int | str] = "whole",
     ) -> "Target":
         """Load a folder or hub id (sharded or not, tied or not) and probe it.
 
@@ -107,6 +117,9 @@ class Target:
             layers: read only the first `layers` decoder layers, with embedding, final norm and lm_head. Such a target
                 embeds, makes logits and describes itself (num_layers, fingerprint, ...) as the whole one, but refuses
                 to run.
+            placement: of the decoder layers: whole (all on `device`), device_map (spread over the devices that this
+                process sees), tensor_parallel (each divided among the processes of the run, which then all call
+                `hidden` together), or a place for each (device index, cpu, disk). All else lies on `device`.
         Raises:
             ConfigError: no such folder, dtype or device, or weights that are broken or incomplete.
             UnsupportedTargetError: the architecture cannot be driven through the seam, or not be cut to `layers`.
@@ -115,11 +128,20 @@ class Target:
 
         folder, torch_dtype, place = resolve_path(path), parse_dtype(dtype), parse_device(device)
         try:
-            model, depth = load_model(folder, torch_dtype, layers)
+            model, depth = load_model(folder, torch_dtype, place, layers, placement)
             tok = AutoTokenizer.from_pretrained(folder) if tokenizer else None
         except LOAD_ERRORS as error:
             raise ConfigError(f"target {str(path)!r} cannot be loaded: {_first_line(error)}") from error
-        return cls(model.to(place), tok, path=str(path), num_layers=depth)
+        if placement != "tensor_parallel":
+            return cls(model, tok, str(path), depth)
+        try:
+            return cls(model, tok, str(path), depth, collective=True)
+        except LOAD_ERRORS as error:
+            # heads or experts that the ranks cannot share evenly, plans of transformers that do not run
+            raise UnsupportedTargetError(
+                f"{type(model).__name__} does not run divided among {torch.distributed.get_world_size()} processes: "
+                f"{_first_line(error)}; use another number of them, device_map or offline features"
+            ) from error
 
     @property
     def dtype(self) -> torch.dtype:
@@ -191,8 +213,7 @@ class Target:
         """From lm_head and the first layer, which a cut target has, too."""
         text = f"{type(self.model).__name__}/{self.num_layers}/{self.hidden_size}/{self.vocab_size}"
         digest = hashlib.sha256(text.encode())
-        matrices = [p for p in self.layers[0].parameters() if p.dim() == 2]
-        for weight in (self.lm_head.weight, *matrices):
+        for weight in (self.lm_head.weight, *_matrices(self.layers[0])):
             sample = weight.detach()[:: max(1, weight.shape[0] // 64), :64].to("cpu", torch.bfloat16)
             digest.update(sample.contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()[:16]
@@ -284,6 +305,29 @@ def resolve_path(path: str | Path) -> str:
 
 def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def _matrices(layer: nn.Module) -> Iterator[Tensor]:
+    """The layer's matrices, wherever they lie; all ranks iterate together where they are divided."""
+    for module in layer.modules():
+        with _present(module):
+            weights: Iterator[Any] = module.parameters(recurse=False)
+            for weight in weights:
+                if weight.dim() == 2:
+                    # a rank's own part of a divided one is a DTensor
+                    yield weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+
+
+@contextmanager
+def _present(module: nn.Module) -> Iterator[None]:
+    """The module's own weights are there inside the block, although accelerate keeps them elsewhere."""
+    if not hasattr(module, "_hf_hook"):
+        yield
+        return
+    from accelerate.utils import align_module_device
+
+    with align_module_device(module):
+        yield
 
 
 def _layer_kinds(config) -> list[str]:
