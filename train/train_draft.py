@@ -10,7 +10,6 @@ A run that was stopped goes on where its last checkpoint stands when the same co
 import os
 import sys
 import time
-from contextlib import nullcontext
 from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,15 +17,19 @@ from typing import TYPE_CHECKING, Any
 from eagle3.config import load_config
 from eagle3.errors import Eagle3Error, one_line
 from eagle3_train.config import TrainConfig
+from eagle3_train.signals import TERMINATED, Terminated, Termination, lost_touch
 
 if TYPE_CHECKING:
     from eagle3.heads.eagle3 import Eagle3Head
     from eagle3.target import Target
     from eagle3_train.run import Run
 
+GO_ON = "the same command goes on from the last checkpoint"
+
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: 0, 2 on bad input (one line on stderr), 130 when interrupted."""
+    """Exit code: 0, 2 on bad input (one line on stderr), 1 if another process is lost, 130 on ^C, 143 on SIGTERM."""
+    termination = Termination()
     try:
         config = load_config(TrainConfig, argv, description=__doc__)
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -36,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
         from eagle3_train.run import Run
 
         with Run(config) as run:
-            _train(config, run)
+            _train(config, run, termination)
     except Eagle3Error as error:
         print(one_line(error), file=sys.stderr)
         return 2
@@ -44,22 +47,35 @@ def main(argv: list[str] | None = None) -> int:
         # a full disk, a folder where a file should be, a path too long for the file system
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except RuntimeError as error:
+        if not lost_touch(error):
+            raise
+        print(f"error: another process of this run ended or hangs; its own message says why, {GO_ON}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
-        print("\ninterrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        print(f"\ninterrupted; {GO_ON}", file=sys.stderr)
         return 130
+    except Terminated as end:
+        print(f"\nterminated{end}; {GO_ON}", file=sys.stderr)
+        return TERMINATED
+    finally:
+        termination.close()
     return 0
 
 
-def _train(config: TrainConfig, run: "Run") -> None:
+def _train(config: TrainConfig, run: "Run", termination: Termination) -> None:
     """The run in one piece, set-up, loop and end, so that it reads from the top."""
     import torch
 
     from eagle3_train.batches import Batches, supervise
+    from eagle3_train.checkpoints import Checkpoints
+    from eagle3_train.ema import EMA
     from eagle3_train.evaluate import Tally
-    from eagle3_train.optim import check_finite, learning_rate, make_optimizer, set_learning_rate
+    from eagle3_train.optim import learning_rate, make_optimizer
+    from eagle3_train.parallel import parallelize
     from eagle3_train.progress import Progress
     from eagle3_train.run import due, ended, evaluate, load_parts, normalisers, over_ranks
-    from eagle3_train.state import Checkpoints, RunState
+    from eagle3_train.state import RunState
     from eagle3_train.tracking import peak_memory
     from eagle3_train.ttt import TTTRollout
 
@@ -67,14 +83,16 @@ def _train(config: TrainConfig, run: "Run") -> None:
     parts = load_parts(config, run)
     target, head = parts.target, parts.head
     rollout = TTTRollout(head, config.ttt, config.loss)
-    wrapped, optimizer = accelerator.prepare(rollout, make_optimizer(rollout.named_parameters(), config.optim))
+    optimizer = make_optimizer(rollout.named_parameters(), config.optim)
+    parallel = parallelize(accelerator, rollout, optimizer, config.optim.clip)
     ranks = accelerator.process_index, accelerator.num_processes
     batches = Batches(parts.rows.stream(config.seed), config.rows_per_step, config.tokens_per_batch, *ranks)
 
-    checkpoints, state = Checkpoints(run.folder / "checkpoints", accelerator), RunState()
+    checkpoints, state, average = Checkpoints(run.folder / "checkpoints", parallel), RunState(), None
     if (latest := checkpoints.latest()) is not None:
-        state, changes = checkpoints.load(latest, config, head.config)
+        state, average, changes = checkpoints.load(latest, config, head.config)
         run.note(f"resumed at step {state.step} from {latest}" + "".join(f"\n  changed: {c}" for c in changes))
+    ema = EMA(parallel.local(), config.optim.ema, average)
     trial = EngineTrial(config, target)
     run.start(state, parts.record)
     progress = Progress(config.max_steps, state.step, config.log_every, enabled=run.is_main)
@@ -83,8 +101,9 @@ def _train(config: TrainConfig, run: "Run") -> None:
     tally, tokens, seconds, shown = Tally(steps), 0, 0.0, {}
 
     def try_engine() -> None:
+        whole = parallel.plain(ema.averages).head
         if run.is_main:
-            taus, drafts = trial.run(head)
+            taus, drafts = trial.run(whole)
             run.log({"step": state.step, "split": "engine", "tokens": state.tokens, **taus})
             run.log_drafts(drafts, state.step)
             progress.note(f"step {state.step}: engine " + "  ".join(f"{k} {v:.3f}" for k, v in taus.items()))
@@ -93,6 +112,7 @@ def _train(config: TrainConfig, run: "Run") -> None:
     if config.eval.engine_every and state.step == 0:
         try_engine()
 
+    termination.deferred = True
     while not ended(state, config):
         began, step = time.monotonic(), state.step
         micro = [batch.to(target.device) for batch in batches.step(step)]
@@ -100,28 +120,26 @@ def _train(config: TrainConfig, run: "Run") -> None:
         counts, new_tokens = normalisers(micro, supervisions, accelerator)
         for i, (batch, supervision) in enumerate(zip(micro, supervisions, strict=True)):
             inputs = parts.features.prepare(batch, supervision)
-            with accelerator.no_sync(wrapped) if i < len(micro) - 1 else nullcontext():
+            with parallel.micro_batch(last=i == len(micro) - 1):
                 with autocast:
-                    output = wrapped(inputs, counts)
-                accelerator.backward(output.loss * run.loss_scale)
+                    output = parallel(inputs, counts)
+                parallel.backward(output.loss)
             tally.add(inputs, output)
-        grad_norm = accelerator.clip_grad_norm_(wrapped.parameters(), config.optim.clip)
-        check_finite(grad_norm, step + 1)
         lr = learning_rate(step, config.max_steps, config.optim)
-        set_learning_rate(optimizer, lr)
-        optimizer.step()
-        optimizer.zero_grad()
+        grad_norm = parallel.step(lr, step + 1)
+        ema.update(parallel.local(), step + 1)
 
         seconds += time.monotonic() - began
         state.step = step + 1
         tokens, state.tokens = tokens + new_tokens, state.tokens + new_tokens
         if due(config.eval.every, state, config):
-            held_out = evaluate(parts, rollout, config, accelerator, autocast)
+            plain = parallel.plain(ema.averages)
+            held_out = evaluate(parts, plain, config, accelerator, autocast)
             shown["tau"] = held_out.tau
             run.log({"step": state.step, "split": "eval", "tokens": state.tokens, **held_out.rates()})
             progress.note(f"step {state.step}: held-out {held_out}")
             if state.judge(held_out.tau):
-                run.export("best", head, state)
+                run.export("best", plain.head, state)
         if due(config.eval.engine_every, state, config):
             try_engine()
         if due(config.log_every, state, config):
@@ -131,10 +149,13 @@ def _train(config: TrainConfig, run: "Run") -> None:
             shown["loss"] = record["loss"]
             tally, tokens, seconds = Tally(steps), 0, 0.0
         progress.update(state.step, new_tokens, **shown)
-        if due(config.save_every, state, config):
-            checkpoints.save(state, config, head.config)
+        stopping = parallel.any(termination.asked)
+        if stopping or due(config.save_every, state, config):
+            checkpoints.save(state, config, head.config, ema.averages)
+        if stopping and not ended(state, config):
+            raise Terminated(f" after step {state.step}, which is saved")
     progress.close()
-    run.export("last", head, state)
+    run.export("last", parallel.plain(ema.averages).head, state)
     run.finish(state)
 
 

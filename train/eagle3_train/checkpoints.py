@@ -9,9 +9,8 @@ import os
 import shutil
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -31,7 +30,7 @@ WEIGHTS, STATES, AVERAGE = "model.safetensors", "optimizer.safetensors", "averag
 # settings that a resumed run may change without being another run
 FREE = {
     "output",
-    "eval_every",
+    "eval",
     "save_every",
     "log_every",
     "threads",
@@ -42,13 +41,12 @@ FREE = {
 }
 
 
-@dataclass
-class Resumed:
-    """What a checkpoint gave back: the state, settings that differ from its own as text, the averaged weights."""
+class Resumed(NamedTuple):
+    """What a checkpoint gave back: the state, averaged weights as processes hold them, settings that changed since."""
 
     state: RunState
-    changes: list[str]
     average: dict[str, Tensor] | None
+    changes: list[str]
 
 
 class Checkpoints:
@@ -119,7 +117,7 @@ class Checkpoints:
         states = _states(files.get(STATES, {}), record["numbers"])
         self.parallel.load(files.get(WEIGHTS, {}), states)
         average = self.parallel.localize(files.get(AVERAGE, {})) if AVERAGE in record["files"] else None
-        return Resumed(RunState(**record["state"]), _changes(record["config"], _plain(config)), average)
+        return Resumed(RunState(**record["state"]), average, _changes(record["config"], _plain(config)))
 
 
 def _newest(folder: Path, before: str = "~") -> Path | None:

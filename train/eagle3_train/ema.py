@@ -12,11 +12,13 @@ class EMA:
     Args:
         weights: the tensors that are trained, by name.
         decay: of the average, per step; 0 = no average, `averages` is None.
+        averages: those of a run that goes on; None: it starts at the weights.
     """
 
-    def __init__(self, weights: Mapping[str, Tensor], decay: float):
+    def __init__(self, weights: Mapping[str, Tensor], decay: float, averages: Mapping[str, Tensor] | None = None):
         self.decay = decay
-        self.averages = {name: weight.detach().clone() for name, weight in weights.items()} if decay else None
+        start = weights if averages is None else averages
+        self.averages = {name: weight.detach().clone() for name, weight in start.items()} if decay else None
 
     @torch.no_grad()
     def update(self, weights: Mapping[str, Tensor], step: int) -> None:

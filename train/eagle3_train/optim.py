@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from eagle3.errors import ConfigError, Eagle3Error
+from eagle3.errors import ConfigError
 from eagle3_train.config import OptimConfig
 
 # looked up by token id, not multiplied as a whole: AdamW's even under muon
@@ -74,12 +74,7 @@ def _adamw_8bit() -> Callable[..., torch.optim.Optimizer]:
     try:
         from bitsandbytes.optim import AdamW8bit
     except ImportError:
-        try:
-            from torchao.optim import AdamW8bit
-        except ImportError:
-            raise ConfigError(
-                "optim.name adamw8bit needs bitsandbytes or torchao: pip install bitsandbytes (or use adamw)"
-            ) from None
+        raise ConfigError("optim.name adamw8bit needs bitsandbytes: pip install bitsandbytes (or use adamw)") from None
     return AdamW8bit
 
 
@@ -95,21 +90,4 @@ def learning_rate(step: int, max_steps: int, config: OptimConfig) -> float:
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):
-            # torchao's: a number would be compiled into the step
-            group["lr"].fill_(lr)
-        else:
-            group["lr"] = lr
-
-
-def check_finite(grad_norm: Tensor | float | None, step: int) -> None:
-    """Stop before a step that would spoil the weights (None: the framework measures no norm).
-
-    Raises:
-        Eagle3Error: the gradients of `step` are not finite.
-    """
-    if grad_norm is not None and not math.isfinite(grad_norm):
-        raise Eagle3Error(
-            f"step {step}: the gradients are not finite; lower optim.lr, or set autocast: float32 "
-            "(the last checkpoint and best/ are as they were)"
-        )
+        group["lr"] = lr

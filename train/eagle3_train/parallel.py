@@ -179,6 +179,10 @@ class Parallel:
         assert isinstance(total, Tensor)
         return total
 
+    def any(self, flag: bool) -> bool:
+        """Whether it holds on any process."""
+        return bool(self.sum(torch.tensor([int(flag)], device=self.accelerator.device)))
+
     def on_main(self, work: Callable[[], T]) -> T:
         """Do this on the main process alone; its result, or what went wrong, on every process.
 

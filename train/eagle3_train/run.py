@@ -1,6 +1,5 @@
 """What surrounds the training loop: opening a run, loading its parts, evaluating, exporting. Knows no rollout."""
 
-import tempfile
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
@@ -9,7 +8,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, get_int_from_env
 from torch import Tensor
 
 from eagle3.checkpoint.reference import load_head, save_head
@@ -21,6 +20,8 @@ from eagle3_train.batches import PackedBatch, Supervision, batches_of, supervise
 from eagle3_train.config import TrainConfig
 from eagle3_train.evaluate import Counts, Tally
 from eagle3_train.features import Features
+from eagle3_train.folder import RunFolder
+from eagle3_train.parallel import open_accelerator
 from eagle3_train.prepared import PreparedRows, prepare_rows
 from eagle3_train.shelf import open_shelf
 from eagle3_train.sources import open_sources
@@ -29,6 +30,8 @@ from eagle3_train.tokenizer import load_tokenizer
 from eagle3_train.tracking import MetricsLog, RunRecord, Trackers, write_json
 from eagle3_train.ttt import TTTRollout
 from eagle3_train.vocab_file import load_vocab_map
+
+RANK = ["RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK"]
 
 
 @dataclass
@@ -52,27 +55,29 @@ class Run:
 
     def __init__(self, config: TrainConfig):
         self.config, self.folder = config, Path(config.output)
-        _check_output(self.folder)
-        if config.resume == "never" and any(self.folder.glob("checkpoints/step-*")):
-            raise ConfigError(f"output {config.output!r} holds a run and resume is never; give another folder")
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
-        # before there is a process group: long work meets no collective's timeout
-        self.rows = _prepare_rows(config, self.folder / "data")
-        self.trackers = Trackers(config.log_with, self.folder / "tracking", config.project)
-        self.accelerator = Accelerator(
-            cpu=config.device == "cpu",
-            # `autocast` is the one setting of precision, whatever `accelerate config` says
-            mixed_precision="no",
-            log_with=[*self.trackers.names] or None,
-            project_dir=str(self.folder),
-        )
-        self.is_main = self.accelerator.is_main_process
         self.metrics: MetricsLog | None = None
         self.samples: MetricsLog | None = None
         self.record: RunRecord | None = None
-        # what is to be done however the run ends
-        self.closing = ExitStack()
+        with ExitStack() as closing:
+            folder = RunFolder(self.folder)
+            closing.callback(folder.close)
+            if get_int_from_env(RANK, 0) == 0:
+                folder.open()
+            if config.resume == "never" and any(self.folder.glob("checkpoints/step-*")):
+                raise ConfigError(f"output {config.output!r} holds a run and resume is never; give another folder")
+            if config.threads is not None:
+                torch.set_num_threads(config.threads)
+            # before there is a process group: long work meets no collective's timeout
+            self.rows = _prepare_rows(config, self.folder / "data")
+            self.trackers = Trackers(config.log_with, self.folder / "tracking", config.project)
+            self.accelerator = open_accelerator(
+                config.device, log_with=[*self.trackers.names] or None, project_dir=str(self.folder)
+            )
+            # a rank that ends with its group open may abort, and hide its exit code
+            closing.callback(self.accelerator.state.destroy_process_group)
+            self.is_main = self.accelerator.is_main_process
+            # what is to be done however the run ends
+            self.closing = closing.pop_all()
 
     def __enter__(self) -> "Run":
         return self
@@ -83,13 +88,6 @@ class Run:
                 log.close()
         self.trackers.finish()
         self.closing.close()
-        # a rank that ends with its group open may abort, and hide its exit code
-        self.accelerator.state.destroy_process_group()
-
-    @property
-    def loss_scale(self) -> int:
-        """Undoes the mean over ranks that DDP takes and accelerate's own division: the loss is already global."""
-        return self.accelerator.num_processes * self.accelerator.gradient_accumulation_steps
 
     def note(self, text: str) -> None:
         if self.is_main:
@@ -131,17 +129,6 @@ class Run:
         if self.record is not None:
             self.record.finish(step=state.step, tokens=state.tokens, best_tau=state.best_tau, best_step=state.best_step)
         self.note(f"best held-out tau {state.best_tau:.3f} at step {state.best_step}: {self.folder / 'best'}")
-
-
-def _check_output(folder: Path) -> None:
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"output {str(folder)!r} is a file; give a folder")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ConfigError(f"output {str(folder)!r} cannot be written: {error.strerror}; give another folder") from error
 
 
 def _prepare_rows(config: TrainConfig, folder: Path) -> PreparedRows:

@@ -28,3 +28,10 @@ class Termination:
 
     def close(self) -> None:
         signal.signal(signal.SIGTERM, self._before)
+
+
+def lost_touch(error: RuntimeError) -> bool:
+    """Whether a collective failed because another process is gone, or did not come within the timeout."""
+    # gloo has no exception of its own; torch's others are subclasses that need torch to be named
+    kinds = {"DistBackendError", "DistNetworkError", "DistStoreError", "DistError"}
+    return "gloo" in str(error) or any(kind.__name__ in kinds for kind in type(error).__mro__)

@@ -7,6 +7,7 @@ rotary position t+k, and learns the teacher's distribution at t+1+k, i.e. predic
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -49,10 +50,10 @@ class TTTBatch:
     teacher: Teacher
 
 
-@dataclass(frozen=True)
-class TTTOutput:
+class TTTOutput(NamedTuple):
     """loss: scalar; step_loss, step_alpha fp32 [steps]: sums over the rows that count; prediction int64 [steps, R]:
-    the draft's argmax as a target id, -1 where the row does not count."""
+    the draft's argmax as a target id, -1 where the row does not count. A tuple, in which the hooks of sharded training
+    find the tensors."""
 
     loss: Tensor
     step_loss: Tensor
