@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from eagle3_kernels.columns_kernel import load_columns, power_of_two, store_columns, widths
 from eagle3_kernels.testing import TRITON_TYPES, Case
 from eagle3_kernels.tree_attention.view import TreeView
 
@@ -42,25 +43,6 @@ def _tanh(x):
     q = q * s + 2.26843463243900e-03
     q = q * s + 4.89352518554385e-03
     return x * p / q
-
-
-@triton.jit
-def _load(rows, first, width: tl.constexpr, block: tl.constexpr):
-    """Columns first .. first + block - 1 of rows (pointers [R]) that are `width` wide; zero beyond."""
-    columns = first + tl.arange(0, block)
-    at = rows[:, None] + columns[None, :]
-    if first + block > width:
-        loaded = tl.load(at, mask=(columns < width)[None, :], other=0.0)
-    else:
-        loaded = tl.load(at)
-    return loaded
-
-
-@triton.jit
-def _store(rows, valid, first, value, width: tl.constexpr, block: tl.constexpr):
-    columns = first + tl.arange(0, block)
-    seen = valid[:, None] & (columns < width)[None, :]
-    tl.store(rows[:, None] + columns[None, :], value.to(rows.dtype.element_ty), mask=seen)
 
 
 @triton.jit
@@ -140,10 +122,10 @@ def attend_kernel(
 
     query_rows = query + slot * query_slot + node.to(tl.int64) * query_node
     query_rows += query_heads.to(tl.int64) * query_head
-    query_main = _load(query_rows, 0, D, BLOCK_D)
+    query_main = load_columns(query_rows, 0, D, BLOCK_D)
     query_rest = query_main
     if REST_D > 0:
-        query_rest = _load(query_rows, BLOCK_D, D, REST_D)
+        query_rest = load_columns(query_rows, BLOCK_D, D, REST_D)
 
     length = tl.load(lens + slot)
     if mask is not None:
@@ -203,10 +185,10 @@ def attend_kernel(
         key_rows = keys + page.to(tl.int64) * key_page + offset * key_row
         value_rows = values + page.to(tl.int64) * value_page + offset * value_row
 
-        key = _load(key_rows, 0, D, BLOCK_D)
+        key = load_columns(key_rows, 0, D, BLOCK_D)
         scores = tl.dot(query_main, tl.trans(key), input_precision="ieee")
         if REST_D > 0:
-            key = _load(key_rows, BLOCK_D, D, REST_D)
+            key = load_columns(key_rows, BLOCK_D, D, REST_D)
             scores = tl.dot(query_rest, tl.trans(key), scores, input_precision="ieee")
         if inner is not None:
             scores = _tanh(inner * scores)
@@ -232,11 +214,11 @@ def attend_kernel(
         decay = tl.exp2((maximum - base) * scale)
         maximum = higher
         total = total * decay + tl.sum(weights, 1)
-        value = _load(value_rows, 0, DV, BLOCK_DV)
+        value = load_columns(value_rows, 0, DV, BLOCK_DV)
         weights = weights.to(value.dtype)
         output = tl.dot(weights, value, output * decay[:, None], input_precision="ieee")
         if REST_DV > 0:
-            value = _load(value_rows, BLOCK_DV, DV, REST_DV)
+            value = load_columns(value_rows, BLOCK_DV, DV, REST_DV)
             output_rest = tl.dot(weights, value, output_rest * decay[:, None], input_precision="ieee")
         first = next_first
         at = next_at
@@ -250,9 +232,9 @@ def attend_kernel(
         target += split * slots.to(tl.int64) * nodes * (KV_HEADS * GROUP)
         tl.store(sums + target, tl.where(total == 0, float("-inf"), maximum * scale + tl.log2(divisor)), mask=real)
         written = real & (total != 0)
-    _store(out + target * DV, written, 0, output / divisor[:, None], DV, BLOCK_DV)
+    store_columns(out + target * DV, written, 0, output / divisor[:, None], DV, BLOCK_DV)
     if REST_DV > 0:
-        _store(out + target * DV, written, BLOCK_DV, output_rest / divisor[:, None], DV, REST_DV)
+        store_columns(out + target * DV, written, BLOCK_DV, output_rest / divisor[:, None], DV, REST_DV)
 
 
 @triton.jit(do_not_specialize=["rows", "splits"])
@@ -302,7 +284,7 @@ def choose_blocks(rows: int, dim: int, value_dim: int, dtype: torch.dtype, rocm:
     Found by compiling (COMPILE_CASES); none of it has been timed on a GPU. Float32 has no tensor cores on CUDA, and
     ROCm's 64 KB of shared memory and its scalar registers allow less.
     """
-    tile, widest = max(16, _power_of_two(rows)), max(dim, value_dim)
+    tile, widest = max(16, power_of_two(rows)), max(dim, value_dim)
     if dtype.itemsize > 2:
         return Blocks(16, 16, 8, 2 if rocm else 3)
     if widest > 256:
@@ -334,16 +316,6 @@ def choose_splits(programs: int, rows: int, keys: int, processors: int) -> int:
 def processors(device: torch.device) -> int:
     """Multiprocessors of a GPU; one for the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-def widths(dim: int) -> tuple[int, int]:
-    """A width as two powers of two: 80 = 64 + 16, 96 = 64 + 32, 576 = 512 + 64; 0 = none."""
-    main = max(16, 1 << (dim.bit_length() - 1))
-    return main, max(16, _power_of_two(dim - main)) if dim > main else 0
-
-
-def _power_of_two(least: int) -> int:
-    return 1 << (least - 1).bit_length()
 
 
 def tree_attention(
@@ -415,7 +387,7 @@ def tree_attention(
             num_stages=blocks.stages,
         )
         if sums is not None:
-            width = _power_of_two(value_dim)
+            width = power_of_two(value_dim)
             join_kernel[(slots * nodes * heads,)](
                 parts, sums, out, slots * nodes * heads, splits, value_dim, width, MOST_SPLITS, JOINED, num_warps=4
             )
@@ -485,7 +457,7 @@ def _join_case(value_dim: int, dtype: torch.dtype) -> Case:
         f"join {kind} d{value_dim}",
         join_kernel,
         {"parts": "*fp32", "sums": "*fp32", "out": f"*{kind}", "rows": "i32", "splits": "i32"},
-        {"DV": value_dim, "BLOCK_DV": _power_of_two(value_dim), "SPLITS": MOST_SPLITS, "STEP": JOINED},
+        {"DV": value_dim, "BLOCK_DV": power_of_two(value_dim), "SPLITS": MOST_SPLITS, "STEP": JOINED},
     )
 
 
