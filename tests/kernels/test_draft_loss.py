@@ -1,6 +1,7 @@
 """Fused draft loss against its definition, in value, prediction, alpha and gradients."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -125,7 +126,10 @@ def test_nothing_of_size_rows_by_vocab_is_kept():
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             result = op(*arguments)
         assert result.loss.requires_grad
-        return sum(e.nbytes() for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]")
+        assert profiler.profiler is not None
+        assert profiler.profiler.kineto_results is not None
+        events: list[Any] = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+        return sum(e.nbytes() for e in events)
 
     assert kept_bytes(draft_loss_reference, 200) >= 4 * 200 * 1000
     # the two gradients, and 8 + 4 + 4 bytes of each row's results
@@ -301,7 +305,8 @@ def test_bad_mixes_are_refused(terms, message):
 def test_a_second_backward_is_refused():
     """Gradients are scaled in place: the second backward of a kept graph would be off by the first's factor."""
     h, weight, *_ = arguments = inputs(9, 7)
-    h.requires_grad_(), weight.requires_grad_()
+    h.requires_grad_()
+    weight.requires_grad_()
     loss = draft_loss(*arguments).loss
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="run the forward again"):

@@ -4,6 +4,7 @@ With z = h W^T and dz the gradient of rows.py:      dh = dz W      dW = dz^T h
 """
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,14 +28,18 @@ def draft_loss(
     terms: Mapping[str, float] = SOFT_CE,
 ) -> DraftLoss:
     """See `draft_loss_reference`: same arguments, same result, differentiable once in `h` and `weight`."""
-    check_terms(terms)
-    rest = teacher, teacher_lse, taught, row_weights, terms, loss_rows, torch.is_grad_enabled()
-    return DraftLoss(*_DraftLoss.apply(h, weight, *rest))
+    return loss_by_chunks(loss_rows, CHUNK, h, weight, teacher, teacher_lse, taught, row_weights, terms)
+
+
+def loss_by_chunks(rows: RowsOp, logits: int, h: Tensor, weight: Tensor, *rest: Any) -> DraftLoss:
+    """`draft_loss` by any implementation of rows.py's `loss_rows`, on about so many logits at a time."""
+    check_terms(rest[-1])
+    return DraftLoss(*_DraftLoss.apply(h, weight, *rest, rows, logits, torch.is_grad_enabled()))
 
 
 class _DraftLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, h, weight, teacher, teacher_lse, taught, row_weights, terms, rows, grad_enabled):
+    def forward(ctx, h, weight, teacher, teacher_lse, taught, row_weights, terms, rows, logits, grad_enabled):
         # needs_input_grad is true inside no_grad too
         wants_h, wants_weight = (grad_enabled and wanted for wanted in ctx.needs_input_grad[:2])
         w, (vocab, size) = weight.to(h.dtype), weight.shape
@@ -42,18 +47,19 @@ class _DraftLoss(torch.autograd.Function):
         prediction = torch.empty(len(h), dtype=torch.int64, device=h.device)
         d_h = torch.empty_like(h) if wants_h else None
         d_weight = torch.zeros(vocab, size, dtype=torch.float32, device=h.device) if wants_weight else None
-        chunk = max(1, CHUNK // vocab)
+        chunk = max(1, logits // vocab)
         for start in range(0, len(h), chunk):
             at = slice(start, start + chunk)
-            z = (h[at] @ w.T).float()
+            z = h[at] @ w.T
             row_loss[at], prediction[at], alpha[at] = rows(
                 z, teacher, teacher_lse, taught[at], row_weights[at], terms, wants_h or wants_weight
             )
-            d_z = z.to(h.dtype)
             if d_h is not None:
-                torch.mm(d_z, w, out=d_h[at])
+                torch.mm(z, w, out=d_h[at])
             if d_weight is not None:
-                _add_product(d_weight, d_z.T, h[at])
+                _add_product(d_weight, z.T, h[at])
+            # before the next chunk takes as much
+            del z
         ctx.d_h, ctx.d_weight, ctx.weight_dtype = d_h, d_weight, weight.dtype
         ctx.mark_non_differentiable(row_loss, prediction, alpha)
         return (row_loss * row_weights).sum(), row_loss, prediction, alpha
@@ -67,7 +73,7 @@ class _DraftLoss(torch.autograd.Function):
         ctx.d_h = ctx.d_weight = None
         d_h = None if d_h is None else d_h.mul_(grad)
         d_weight = None if d_weight is None else d_weight.mul_(grad).to(ctx.weight_dtype)
-        return d_h, d_weight, *[None] * 7
+        return d_h, d_weight, *[None] * 8
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
