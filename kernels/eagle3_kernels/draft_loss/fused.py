@@ -48,9 +48,11 @@ class _DraftLoss(torch.autograd.Function):
         d_h = torch.empty_like(h) if wants_h else None
         d_weight = torch.zeros(vocab, size, dtype=torch.float32, device=h.device) if wants_weight else None
         chunk = max(1, logits // vocab)
+        buffer = h.new_empty(min(chunk, len(h)), vocab)
         for start in range(0, len(h), chunk):
             at = slice(start, start + chunk)
-            z = h[at] @ w.T
+            z = buffer[: len(h[at])]
+            _multiply(h[at], w, z)
             row_loss[at], prediction[at], alpha[at] = rows(
                 z, teacher, teacher_lse, taught[at], row_weights[at], terms, wants_h or wants_weight
             )
@@ -58,8 +60,6 @@ class _DraftLoss(torch.autograd.Function):
                 torch.mm(z, w, out=d_h[at])
             if d_weight is not None:
                 _add_product(d_weight, z.T, h[at])
-            # before the next chunk takes as much
-            del z
         ctx.d_h, ctx.d_weight, ctx.weight_dtype = d_h, d_weight, weight.dtype
         ctx.mark_non_differentiable(row_loss, prediction, alpha)
         return (row_loss * row_weights).sum(), row_loss, prediction, alpha
@@ -74,6 +74,15 @@ class _DraftLoss(torch.autograd.Function):
         d_h = None if d_h is None else d_h.mul_(grad)
         d_weight = None if d_weight is None else d_weight.mul_(grad).to(ctx.weight_dtype)
         return d_h, d_weight, *[None] * 8
+
+
+def _multiply(h: Tensor, weight: Tensor, out: Tensor) -> None:
+    """out = h W^T"""
+    # on a CPU in fp32, MKL is a tenth faster on this many columns than on 8192
+    columns = 1024 if h.device.type == "cpu" and h.dtype == torch.float32 else len(weight)
+    for start in range(0, len(weight), columns):
+        at = slice(start, start + columns)
+        torch.mm(h, weight[at].T, out=out[:, at])
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

@@ -46,21 +46,23 @@ def loss_rows(
     A teacher that is not a number makes loss and gradient of its rows NaN, whatever the terms.
 
     Args:
-        z: draft logits [m, Vd], fp32.
+        z: draft logits [m, Vd].
         teacher, teacher_lse: logits [R, Vd] and log-sum-exp [R] of the entries that `taught` [m] points to.
         row_weights: fp32 [m].
     """
-    size = max(1, CACHED // z.shape[1]) if z.device.type == "cpu" else len(z)
+    size, exact = max(1, CACHED // z.shape[1]) if z.device.type == "cpu" else len(z), z.float()
     parts = [
         _loss_rows(*part, terms, wants_grad)
         for part in zip(
-            z.split(size),
+            exact.split(size),
             (teacher[entries] for entries in taught.split(size)),
             teacher_lse[taught].split(size),
             row_weights.split(size),
             strict=True,
         )
     ]
+    if wants_grad and exact is not z:
+        z.copy_(exact)
     return RowLoss(*map(torch.cat, zip(*parts, strict=True)))
 
 
@@ -87,8 +89,9 @@ class _Rows:
         # the largest probability is at least 1 / Vd: its logarithm is safe
         self.z_lse = z_max - self.q.gather(-1, self.prediction).log()
         self.t_lse = t.amax(-1, keepdim=True) - self.p.amax(-1, keepdim=True).log()
-        self.full_p = self.p * (self.t_lse - full_lse).exp()
-        self.alpha = self.full_p.minimum(self.q).sum(-1, keepdim=True)
+        self.mass = (self.t_lse - full_lse).exp()
+        full_p = self.p * self.mass
+        self.alpha = torch.minimum(full_p, self.q, out=full_p).sum(-1, keepdim=True)
 
     @cached_property
     def soft_ce(self) -> Tensor:
@@ -162,7 +165,7 @@ def _turn_into_gradient(rows: _Rows, mix: _Share) -> None:
     else:
         d_z.zero_()
     if _given(mix.mass):
-        below = (q < rows.full_p).float()
+        below = (q < rows.p * rows.mass).float()
         d_z.sub_(below.sub_((below * q).sum(-1, keepdim=True)).mul_(q).mul_(mix.mass))
     if _given(mix.choice):
         d_z.add_(q * mix.choice).scatter_add_(-1, rows.choice, -mix.choice * torch.ones_like(rows.alpha))
