@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from eagle3.config import load_config
 from eagle3.errors import Eagle3Error, one_line
 from eagle3_train.config import TrainConfig
+from eagle3_train.launch import start_all_processes
 from eagle3_train.signals import TERMINATED, Terminated, Termination, lost_touch
 
 if TYPE_CHECKING:
@@ -102,7 +103,8 @@ def _train(config: TrainConfig, run: "Run", termination: Termination) -> None:
 
     def try_engine() -> None:
         whole = parallel.plain(ema.averages).head
-        if run.is_main:
+        # a target that is divided among the processes needs them all; they draft and emit alike
+        if run.is_main or target.collective:
             taus, drafts = trial.run(whole)
             run.log({"step": state.step, "split": "engine", "tokens": state.tokens, **taus})
             run.log_drafts(drafts, state.step)
@@ -191,4 +193,5 @@ class EngineTrial:
 
 
 if __name__ == "__main__":
+    start_all_processes()
     sys.exit(main())
