@@ -42,6 +42,11 @@ def test_sharegpt_with_messages_and_a_system_text():
     assert told(row)[0] == ("system", "Mine.")
 
 
+def test_empty_conversations_of_sharegpts_dumps():
+    assert told({"conversations": []}) == []
+    assert told({"conversations": [], "system": "Be kind."}) == []
+
+
 def test_sharegpt_function_calls():
     turns = [("human", "?"), ("function_call", '{"name": "f", "arguments": {"x": 1}}'), ("observation", "2")]
     row = {"conversations": [{"from": speaker, "value": value} for speaker, value in turns]}

@@ -13,6 +13,7 @@ from eagle3_train.chats import read_chats
 from eagle3_train.data import DataReport, split_rows, token_counts
 from eagle3_train.render import ChatRenderer, Row
 from eagle3_train.sources import open_sources
+from oracles.tiny import tiny_tokenizer
 
 DEMO = Path(__file__).parents[2] / "recipes/data/smollm2_selfgen_demo.jsonl.gz"
 
@@ -87,6 +88,13 @@ def test_nothing_left_to_supervise_is_an_error(tmp_path):
         build_rows(file, 10)
     with pytest.raises(ConfigError, match="max_length is 2"):
         build_rows(file, 2)
+
+
+def test_an_empty_conversation_is_a_chat_without_a_reply(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps([{"conversations": []}, line("a", "bcd")]))
+    sources = open_sources([str(tmp_path / "a.json")])
+    _, report = data.build_rows(sources, ChatRenderer(tiny_tokenizer()), 100, tmp_path / "rows.arrow")
+    assert (report.chats_read, report.rows_kept, report.dropped_no_reply) == (2, 1, 1)
 
 
 def test_changed_file_of_one_name_is_read_anew(tmp_path):

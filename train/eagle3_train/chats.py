@@ -94,6 +94,9 @@ def _messages(row: dict, source: str) -> list[Message]:
 
 
 def _conversations(row: dict, source: str) -> list[Message]:
+    if row["conversations"] == []:
+        # ShareGPT's dumps hold such: a chat without a reply
+        return []
     parsed = [
         _message(m if isinstance(m, dict) and "from" not in m else _from_sharegpt(m, where), where)
         for m, where in _items(row, "conversations", source)
