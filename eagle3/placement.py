@@ -46,15 +46,14 @@ def spread_layers(model: Any, layers: nn.ModuleList, device: torch.device, dtype
         model: on the meta device.
         device: the head's; the weights outside of the layers lie there, too.
     """
-    from accelerate.utils import get_max_memory
-
     if device.type == "cpu":
         return ["cpu"] * len(layers)
     size = torch.finfo(dtype).bits // 8
     sizes = [size * sum(p.numel() for p in layer.parameters()) for layer in layers]
     rest = size * sum(p.numel() for p in model.parameters()) - sum(sizes)
-    main, count = int(_key(device)), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    room = {i: bytes for i, bytes in get_max_memory().items() if isinstance(i, int) and (i - main) % count == 0}
+    main, count = device.index or 0, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    backend = torch.get_device_module(device)
+    room = {i: backend.mem_get_info(i)[0] for i in range(main % count, backend.device_count(), count)}
     room[main] = int(HEAD_DEVICE_SHARE * (room[main] - rest))
     # the first layer lies where the embedding does
     places = spread(sizes, {main: room.pop(main), **room})

@@ -319,15 +319,14 @@ def _matrices(layer: nn.Module) -> Iterator[Tensor]:
 
 
 @contextmanager
-def _present(module: nn.Module) -> Iterator[None]:
-    """The module's own weights are there inside the block, although accelerate keeps them elsewhere."""
-    if not hasattr(module, "_hf_hook"):
-        yield
-        return
-    from accelerate.utils import align_module_device
-
-    with align_module_device(module):
-        yield
+def _present(module: Any) -> Iterator[None]:
+    """The module's own weights are there inside the block, although accelerate's hook keeps them elsewhere."""
+    hook = module._hf_hook if hasattr(module, "_hf_hook") else None
+    if hook is not None:
+        hook.pre_forward(module)
+    yield
+    if hook is not None:
+        hook.post_forward(module, None)
 
 
 def _layer_kinds(config) -> list[str]:

@@ -1,6 +1,10 @@
 """What the rollout learns from: the target's features and teacher, made online or taken from where they are kept."""
 
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from eagle3.attention import DenseCausal
@@ -15,6 +19,14 @@ from eagle3_train.store import document_keys
 from eagle3_train.ttt import Teacher, TTTBatch
 
 TEACHER_CHUNK = 256
+
+
+class Documents(NamedTuple):
+    """Documents of `lengths` end to end: ids int64 [T], supervised bool [T]."""
+
+    ids: Tensor
+    lengths: list[int]
+    supervised: Tensor
 
 
 class TargetRun:
@@ -37,9 +49,8 @@ class TargetRun:
         Raises:
             NotFiniteError: naming the document.
         """
-        positions = torch.cat([torch.arange(n, device=ids.device) for n in lengths])
         with self.capture.rows(len(ids)):
-            hidden = self.target.hidden(ids, positions, DenseCausal(lengths))
+            hidden = self._hidden(ids, lengths)
         # row t's teacher speaks at t + 1; a supervised row is never the last
         rows = supervised.nonzero().flatten()
         hidden = hidden[rows + 1]
@@ -52,6 +63,15 @@ class TargetRun:
         features = self.capture.features.clone()
         self._check_finite(ids, lengths, features.isfinite().all(-1), rows, lse.isfinite())
         return DocumentFeatures(features, hidden, lse, argmax)
+
+    def each(self, forwards: Sequence[Documents]) -> Iterator[DocumentFeatures]:
+        """What each of `forwards` gives, one after the other; to be read to its end."""
+        for documents in forwards:
+            yield self(*documents)
+
+    def _hidden(self, ids: Tensor, lengths: list[int]) -> Tensor:
+        positions = torch.cat([torch.arange(n, device=ids.device) for n in lengths])
+        return self.target.hidden(ids, positions, DenseCausal(lengths))
 
     def _check_finite(self, ids: Tensor, lengths: list[int], features: Tensor, rows: Tensor, teacher: Tensor) -> None:
         good = features.clone()
@@ -67,6 +87,24 @@ class TargetRun:
         )
 
 
+class DividedRun(TargetRun):
+    """The same of a target whose layers are divided among the ranks: they run each rank's forwards together, in turn.
+
+    All ranks call `each` equally often; one without forwards of its own hands over none.
+    """
+
+    @torch.no_grad()
+    def each(self, forwards: Sequence[Documents]) -> Iterator[DocumentFeatures]:
+        everyone: list[list[tuple[Tensor, list[int]]]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, [(x.ids.cpu(), x.lengths) for x in forwards])
+        for rank, theirs in enumerate(everyone):
+            if rank == dist.get_rank():
+                yield from super().each(forwards)
+            else:
+                for ids, lengths in theirs:
+                    self._hidden(ids.to(self.target.device), lengths)
+
+
 class Features:
     """Turns packed batches into rollout inputs, without gradients.
 
@@ -79,7 +117,8 @@ class Features:
     def __init__(self, target: Target, head: Eagle3Head, max_rows: int, shelf: Shelf | None = None):
         self.target, self.head, self.shelf = target, head, shelf
         offline = shelf is not None and not shelf.writable
-        self._run = None if offline else TargetRun(target, head.capture_layers, max_rows)
+        run = DividedRun if target.collective else TargetRun
+        self._run = None if offline else run(target, head.capture_layers, max_rows)
         self._draft_ids: Tensor | None = None
 
     @torch.no_grad()
@@ -92,11 +131,9 @@ class Features:
         """
         mask = torch.zeros(len(batch.ids), dtype=torch.bool, device=batch.ids.device)
         mask[supervision.rows] = True
-        if batch.idle and self.shelf is not None:
-            values = self._nothing(batch)
-        elif self.shelf is None:
+        if self.shelf is None:
             assert self._run is not None
-            values = self._run(batch.ids, batch.lengths, mask)
+            (values,) = self._run.each([Documents(batch.ids, batch.lengths, mask)])
         else:
             values = self._kept(batch, mask, self.shelf)
         # from the states in every case, by one product of one shape: kept and fresh ones teach bit for bit the same
@@ -112,20 +149,30 @@ class Features:
 
     def _kept(self, batch: PackedBatch, mask: Tensor, shelf: Shelf) -> DocumentFeatures:
         """Document by document: what is kept must not depend, not by an ulp, on the batch that it was made in."""
-        parts = []
-        documents, masks = batch.ids.split(batch.lengths), mask.split(batch.lengths)
-        for key, ids, rows in zip(document_keys(documents, masks), documents, masks, strict=True):
-            if (kept := shelf.get(key)) is None:
-                if self._run is None:
-                    raise StoreError(
-                        f"the feature store lacks the chat {_told(self.target, ids)}; run python "
-                        "train/dump_features.py with the same settings, or set features.source: hybrid"
-                    )
+        # a stand-in is in no store, but takes part where ranks run together
+        documents, masks = ((), ()) if batch.idle else (x.split(batch.lengths) for x in (batch.ids, mask))
+        keys = document_keys(documents, masks)
+        there = {key: shelf.get(key) for key in keys}
+        kept = {key: values for key, values in there.items() if values is not None}
+        lacking = {
+            key: Documents(ids, [len(ids)], rows)
+            for key, ids, rows in zip(keys, documents, masks, strict=True)
+            if key not in kept
+        }
+        if self._run is not None:
+            # strict: read to its end, beyond our own
+            for key, values in zip(lacking, self._run.each([*lacking.values()]), strict=True):
                 # what is read back later is what is learned from now
-                kept = shelf.codec.encode(self._run(ids, [len(ids)], rows))
-                shelf.add(key, kept)
-            parts.append(shelf.codec.decode(kept, self.target.dtype, batch.ids.device))
-        return DocumentFeatures.join(parts)
+                kept[key] = shelf.codec.encode(values)
+                shelf.add(key, kept[key])
+        elif lacking:
+            raise StoreError(
+                f"the feature store lacks the chat {_told(self.target, next(iter(lacking.values())).ids)}; run python "
+                "train/dump_features.py with the same settings, or set features.source: hybrid"
+            )
+        if batch.idle:
+            return self._nothing(batch)
+        return DocumentFeatures.join([shelf.codec.decode(kept[k], self.target.dtype, batch.ids.device) for k in keys])
 
     def _nothing(self, batch: PackedBatch) -> DocumentFeatures:
         """Of a stand-in, which is in no store: nobody learns from it."""
