@@ -41,6 +41,11 @@ class DumpConfig(TrainConfig):
         super().__post_init__()
         if self.features.store is None:
             raise ConfigError("give features.store, the folder to fill")
+        if self.target_placement == "tensor_parallel":
+            raise ConfigError(
+                "target_placement is tensor_parallel, but each process fills its own part of a store here; use "
+                "device_map, or train with features.source: hybrid, which fills it in the first epoch"
+            )
         if self.data.streaming:
             raise ConfigError("data.streaming is read without end; a store is filled from data read whole")
 
@@ -157,7 +162,7 @@ def _load(config: DumpConfig, local_rank: int) -> "tuple[list[Any], Target]":
     device = config.device
     if device == "auto":
         device = f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu"
-    target = Target.load(config.target, config.dtype, device)
+    target = Target.load(config.target, config.dtype, device, placement=config.target_placement)
     if config.data.max_length > target.max_positions:
         raise ConfigError(
             f"data.max_length {config.data.max_length} exceeds the target's {target.max_positions} positions"

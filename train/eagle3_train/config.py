@@ -173,6 +173,8 @@ class TrainConfig:
 
     Args:
         target: folder, hub id, or smollm2-135m-instruct (the embedded default).
+        target_placement: where the target's layers lie: whole (in every process), device_map (spread over the devices
+            that a process has), tensor_parallel (each divided among all processes).
         output: folder of the run: best/, last/, checkpoints/, metrics.jsonl, run.json.
         data: where the chats come from.
         head: the head's architecture.
@@ -198,6 +200,7 @@ class TrainConfig:
     """
 
     target: str = EMBEDDED
+    target_placement: str = "whole"
     output: str = "runs/head"
     data: DataConfig = field(default_factory=DataConfig)
     head: HeadOptions = field(default_factory=HeadOptions)
@@ -236,6 +239,12 @@ class TrainConfig:
             raise ConfigError(
                 f"tokens_per_batch is {self.tokens_per_batch}; one chat may have data.max_length, "
                 f"{self.data.max_length}: raise the first or lower the second"
+            )
+        _one_of("target_placement", self.target_placement, ("whole", "device_map", "tensor_parallel"))
+        if self.target_placement != "whole" and self.features.source == "offline":
+            raise ConfigError(
+                f"target_placement is {self.target_placement}, but features.source: offline does not load the target's "
+                "layers; set target_placement: whole"
             )
         if self.threads is not None:
             _at_least("threads", self.threads, 1)

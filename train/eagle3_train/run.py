@@ -146,7 +146,8 @@ def load_parts(config: TrainConfig, run: Run) -> Parts:
     """
     device = str(run.accelerator.device) if config.device == "auto" else config.device
     offline = config.features.source == "offline"
-    target = Target.load(config.target, config.dtype, device, layers=1 if offline else None)
+    layers = 1 if offline else None
+    target = Target.load(config.target, config.dtype, device, layers=layers, placement=config.target_placement)
     if config.data.max_length > target.max_positions:
         raise ConfigError(
             f"data.max_length {config.data.max_length} exceeds the target's {target.max_positions} positions"
