@@ -103,7 +103,7 @@ def dump(config: DumpConfig, rank: int = 0, local_rank: int = 0) -> None:
     check_space(folder, needed)
 
     # the plan is of all chats, whatever is there and whoever makes them: a store made in parts is that made at once
-    plan = plan_shards([chat.size for chat in chats.values()], config.features.shard_mib * 2**20)
+    plan = plan_shards([chat.size for chat in chats.values()], int(config.features.shard_mib * 2**20))
     shards = [[(keys[i], chats[keys[i]]) for i in shard if keys[i] not in store] for shard in plan[rank::world]]
     total, run = sum(map(len, shards)), TargetRun(target, layers, config.data.max_length)
     progress = Progress(total, every=max(1, total // 20), enabled=rank == 0, unit="chat")

@@ -48,10 +48,10 @@ class FeaturesConfig:
     """Where the target's features come from.
 
     Args:
-        source: online (the target runs for every batch), memory (kept in RAM after the first epoch), hybrid (kept in
+        source: online (the target runs for every batch), memory (kept in the RAM of each process), hybrid (kept in
             `store`: filled in the first epoch, read in the next), offline (read from `store`; the target's layers
             are not loaded).
-        store: folder of the feature store.
+        store: folder of the feature store, on a file system that all nodes share.
         dtype: of what is kept: auto (the target's), float32, bfloat16, float8 (with a scale per token and layer; the
             teacher's states stay bfloat16).
         shard_mib: size of a shard of the store, in MiB; each process holds one in memory while it is filled.
@@ -60,12 +60,13 @@ class FeaturesConfig:
     source: str = "online"
     store: str | None = None
     dtype: str = "auto"
-    shard_mib: int = 256
+    shard_mib: float = 256.0
 
     def __post_init__(self):
         _one_of("features.source", self.source, ("online", "memory", "hybrid", "offline"))
         _one_of("features.dtype", self.dtype, ("auto", "float32", "bfloat16", "float8"))
-        _at_least("features.shard_mib", self.shard_mib, 1)
+        if not 0 < self.shard_mib < math.inf:
+            raise ConfigError(f"features.shard_mib is {self.shard_mib}; it must be above 0")
         if self.store is not None:
             object.__setattr__(self, "store", os.path.expanduser(self.store))
         if self.source in ("hybrid", "offline") and self.store is None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
+from accelerate.utils import get_int_from_env
 
 from eagle3.checkpoint.reference import read_config
 from eagle3.errors import ConfigError, StoreError
@@ -71,9 +72,10 @@ def open_shelf(
     manifest = make_manifest(config, target, capture_layers)
     documents = dict(map(document_size, rows, repeat(manifest)))
     if settings.source == "memory":
-        needed = sum(documents.values())
+        # each process comes to keep every chat
+        needed = sum(documents.values()) * get_int_from_env(["LOCAL_WORLD_SIZE"], 1)
         check_memory(needed)
-        return MemoryShelf(manifest.codec), f"features in memory: {_gib(needed)} after the first epoch"
+        return MemoryShelf(manifest.codec), f"features in memory: up to {_gib(needed)}"
     assert settings.store is not None
     if settings.source == "offline":
         store = FeatureStore(settings.store, manifest)
@@ -83,7 +85,7 @@ def open_shelf(
                 "train/dump_features.py with the same settings, or set features.source: hybrid"
             )
         return store, f"features from {settings.store}: {len(documents)} chats"
-    store = FeatureStore(settings.store, manifest, ranks, settings.shard_mib * 2**20)
+    store = FeatureStore(settings.store, manifest, ranks, int(settings.shard_mib * 2**20))
     needed = sum(size for key, size in documents.items() if key not in store)
     check_space(settings.store, needed)
     return store, f"features in {settings.store}: {len(store)} chats are there, {_gib(needed)} to write"
