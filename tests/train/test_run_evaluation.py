@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import shutil
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from eagle3_infer.config import TreeConfig
 from eagle3_infer.engine import Engine, Request
 from eagle3_infer.prompts import load_prompts, render
 from eagle3_train import run as run_module
+from eagle3_train.ema import EMA
+from eagle3_train.tracking import Trackers
 from oracles.runs import arguments, check_equal, final, losses, metrics, train, weights
 from oracles.script import SCRIPT
 from oracles.tiny import tiny_chats, tiny_folder
@@ -124,3 +127,79 @@ def test_a_run_stops_when_tau_has_stopped_rising(made, tmp_path, monkeypatch):
     scripted(monkeypatch, 1.1, 1.1)
     train(made, run, **{**settings, "eval__patience": 5})
     assert metrics(run)[-1]["step"] == 14
+
+
+def test_the_average_is_what_is_evaluated_and_exported(made, tmp_path):
+    """Raw weights exported, or averages trained on; an average that a resumed run starts anew."""
+    settings = {"optim__ema": 0.9, "max_steps": 12, "eval__every": 4, "save_every": 4}
+    raw = train(made, tmp_path / "raw", **{**settings, "optim__ema": 0})
+    run = train(made, tmp_path / "run", **settings)
+    # training itself knows nothing of it
+    assert [r for r in losses(run) if "split" not in r] == [r for r in losses(raw) if "split" not in r]
+    check_equal(final(run), final(raw))
+    assert not torch.equal(weights(run)["fc.weight"], weights(raw)["fc.weight"])
+    assert metrics(run, "eval")[-1]["loss"] != metrics(raw, "eval")[-1]["loss"]
+    # 8 steps, a kill, 4 more
+    part = train(made, tmp_path / "part", **settings)
+    shutil.rmtree(part / "checkpoints/step-00000012")
+    train(made, part, **settings)
+    assert losses(part) == losses(run)
+    for name in ("best", "last"):
+        check_equal(weights(part, name), weights(run, name))
+
+
+def test_average_by_hand(made, tmp_path, monkeypatch):
+    """Weights before the step counted in, a step left out."""
+    start = train(made, tmp_path / "start", optim__lr=1e-30, max_steps=1, eval__every=1, save_every=1)
+    seen, update = [], EMA.update
+
+    def spy(self, local, step):
+        seen.append((step, {name: x.clone() for name, x in local.items()}))
+        update(self, local, step)
+
+    monkeypatch.setattr(EMA, "update", spy)
+    run = train(made, tmp_path / "run", optim__ema=0.5, max_steps=3, eval__every=3, save_every=3)
+    assert [step for step, _ in seen] == [1, 2, 3]
+    assert torch.equal(seen[-1][1]["head.fc.weight"], final(run)["head.fc.weight"])
+    average = final(start)["head.fc.weight"]
+    for step, local in seen:
+        decay = min(0.5, (1 + step) / (10 + step))
+        average = decay * average + (1 - decay) * local["head.fc.weight"]
+    torch.testing.assert_close(weights(run)["fc.weight"].float(), average, rtol=1e-2, atol=1e-6)
+    assert not torch.equal(weights(run)["fc.weight"], seen[-1][1]["head.fc.weight"].bfloat16())
+
+
+def test_muon_trains_and_resumes(made, tmp_path):
+    """Momentum that a checkpoint does not hold."""
+    settings = {"optim__name": "muon", "max_steps": 10, "eval__every": 10, "save_every": 5}
+    run = train(made, tmp_path / "run", **settings)
+    assert metrics(run)[-1]["loss"] < metrics(run)[0]["loss"] - 0.5
+    part = train(made, tmp_path / "part", **settings)
+    shutil.rmtree(part / "checkpoints/step-00000010")
+    train(made, part, **settings)
+    check_equal(final(part), final(run))
+
+
+def test_tables_reach_a_tracker(made, tmp_path, monkeypatch):
+    """A table per trial of the engine; provenance beside the settings."""
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    told = {}
+    started = Trackers.start
+
+    def start(self, accelerator, config, *others):
+        told.update(config)
+        started(self, accelerator, config, *others)
+
+    monkeypatch.setattr(Trackers, "start", start)
+    settings = {"eval__engine_every": 2, "eval__prompt_count": 1, "eval__new_tokens": 4, "log_with": "[wandb]"}
+    run = train(made, tmp_path / "run", **settings, max_steps=2, eval__every=2, save_every=2)
+    tables = list((run / "tracking/wandb").glob("offline-run-*/files/media/table/engine/drafts_*.json"))
+    assert len(tables) == 2
+    table = json.loads(max(tables).read_text())
+    assert table["columns"] == ["prompt", "round", "accepted", "rejected", "target"]
+    rows = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert len(table["data"]) == len([row for row in rows if row["step"] == 2]) > 0
+    assert {"argv", "versions", "git", "seeds", "data", "hardware"} <= told["run"].keys()
+    assert told["optim"]["name"] == "adamw"

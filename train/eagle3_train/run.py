@@ -71,7 +71,7 @@ class Run:
             self.rows = _prepare_rows(config, self.folder / "data")
             self.trackers = Trackers(config.log_with, self.folder / "tracking", config.project)
             self.accelerator = open_accelerator(
-                config.device, log_with=[*self.trackers.names] or None, project_dir=str(self.folder)
+                config.device, log_with=[*self.trackers.names] or None, project_dir=self.trackers.folder
             )
             # a rank that ends with its group open may abort, and hide its exit code
             closing.callback(self.accelerator.state.destroy_process_group)

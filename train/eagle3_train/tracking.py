@@ -148,7 +148,7 @@ class RunRecord:
 def versions() -> dict[str, str | None]:
     """Versions of what decides the numbers; None = not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
-    for name in ("torch", "transformers", "datasets", "accelerate", "triton", "deepspeed"):
+    for name in ("torch", "transformers", "datasets", "accelerate", "triton", "deepspeed", "bitsandbytes"):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
