@@ -1,6 +1,8 @@
 """From chats to rows: broken lines, counts, truncation, duplicates, splits, token counts."""
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -177,3 +179,36 @@ def test_report_tells_each_source_and_survives_json(tmp_path):
     assert f"{good}: 1 x messages, 1 x conversations; rows kept 2, dropped 0" in str(report)
     assert f"{bad}: 2 x messages; rows kept 0, dropped 2" in str(report)
     assert DataReport.from_dict(json.loads(json.dumps(report.as_dict()))) == report
+
+
+class Dying(Letters):
+    def rows(self, chat):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_rows_of_several_processes_are_the_same(tmp_path):
+    """Catches: another order, end ids or notes that stay in the other processes."""
+    rows = [{**line(f"p{i % 150}", f"reply {i % 150}"), "tools": [{"name": "f"}]} for i in range(300)]
+    file = write(tmp_path / "a.jsonl", *rows)
+    tokenizer = tiny_tokenizer()
+    got = []
+    for workers in (1, 2):
+        renderer = ChatRenderer(tokenizer)
+        dataset, report = data.build_rows(open_sources([file]), renderer, 100, tmp_path / f"{workers}.arrow", workers)
+        got.append((dataset[:], report, renderer.end_ids))
+    assert got[0] == got[1]
+    assert got[0][2] == {tokenizer.eos_token_id}
+    assert len(got[0][1].notes) == 1
+    write(tmp_path / "b.jsonl", *rows[:9], {"messages": []}, "broken")
+    with pytest.raises(DataError, match=r"b\.jsonl:10: 'messages'"):
+        data.build_rows(
+            open_sources([str(tmp_path / "b.jsonl")]), ChatRenderer(tokenizer), 100, tmp_path / "b.arrow", 2
+        )
+
+
+@pytest.mark.full
+def test_a_rendering_process_that_dies(tmp_path):
+    """Catches: a wait for ever."""
+    file = write(tmp_path / "a.jsonl", line("a", "bcd"))
+    with pytest.raises(DataError, match=r"renders chats died: too little memory for data\.workers"):
+        data.build_rows(open_sources([file]), Dying(), 100, tmp_path / "c.arrow", 2)

@@ -17,13 +17,15 @@ class DataConfig:
     """Where the chats come from.
 
     Args:
-        files: JSONL (or .jsonl.gz) of `messages`.
+        files: chats in .jsonl, .json (both also .gz) or .parquet; folders or patterns of such files; hub:org/name,
+            hub:org/name@split or hub:org/name:config@split. A chat is `messages`, `conversations` or `turns`.
         max_length: tokens of a row; longer ones are cut.
         eval_rows: rows held out for the simulated tau (greedy replies only).
         streaming: read the sources as they are trained on, none kept; needs a vocab_map.
         shuffle_buffer: rows that a stream is shuffled among.
         vocab_map: file of build_vocab_map.py; None = made of the training rows.
         template_options: extra variables for the chat template (such as enable_thinking).
+        workers: processes that render the chats.
     """
 
     files: tuple[str, ...] = ()
@@ -33,6 +35,7 @@ class DataConfig:
     shuffle_buffer: int = 10_000
     vocab_map: str | None = None
     template_options: dict[str, Any] = field(default_factory=dict, hash=False)
+    workers: int = 1
 
     def __post_init__(self):
         object.__setattr__(self, "files", tuple(map(os.path.expanduser, self.files)))
@@ -41,6 +44,7 @@ class DataConfig:
         _at_least("data.max_length", self.max_length, 3)
         _at_least("data.eval_rows", self.eval_rows, 1)
         _at_least("data.shuffle_buffer", self.shuffle_buffer, 1)
+        _at_least("data.workers", self.workers, 1)
 
 
 @dataclass(frozen=True)

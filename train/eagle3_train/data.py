@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import multiprocessing
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,13 +25,16 @@ from torch import Tensor
 from eagle3.errors import ConfigError, DataError, EmptyLossMaskError
 from eagle3_train.batches import supervised
 from eagle3_train.chats import Chat, parse_chat
-from eagle3_train.render import ChatRenderer
+from eagle3_train.render import ChatRenderer, Learned
 from eagle3_train.sources import Source
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-_ROWS_PER_BLOCK = 512
+# ids, span ids and key of the prompt
+RowArrays = tuple[np.ndarray, np.ndarray, int]
+Rendered = tuple[Chat, list[RowArrays]]
+_ROWS_PER_BLOCK, _CHATS_PER_WORKER = 512, 128
 # seconds between two lines about the progress
 _TELL = 30.0
 
@@ -80,7 +87,7 @@ class DataReport:
 
 
 def build_rows(
-    sources: Iterable[Source], renderer: ChatRenderer, max_length: int, file: Path
+    sources: Iterable[Source], renderer: ChatRenderer, max_length: int, file: Path, workers: int = 1
 ) -> tuple[Dataset, DataReport]:
     """Render all chats to supervised rows of at most `max_length` tokens, in the sources' order, into an Arrow file.
 
@@ -92,7 +99,8 @@ def build_rows(
         OSError: the file cannot be written.
     """
     sources, report = list(sources), DataReport()
-    write_rows(_told(supervised_rows(sources, renderer, max_length, report), report), file)
+    rows = supervised_rows(sources, renderer, max_length, report, workers=workers)
+    write_rows(_told(rows, report), file)
     check_kept(report, max_length)
     report.notes += renderer.notes.values()
     return read_rows(file), report
@@ -104,29 +112,71 @@ def supervised_rows(
     max_length: int,
     report: DataReport,
     streaming: bool = False,
+    workers: int = 1,
 ) -> Iterator[dict[str, Any]]:
     """The rows that are worth training on, as they are rendered; `report` counts them and the others.
 
-    A stream may be longer than memory: its duplicates are kept, and it is not downloaded ahead.
+    A stream may be longer than memory: its duplicates are kept, and it is not downloaded ahead. `workers` processes
+    render; the rows are the same.
     """
     if max_length < 3:
         raise ConfigError(f"max_length is {max_length}; a row needs 3 tokens or more to supervise one")
     seen: set[bytes] | None = None if streaming else set()
-    for source in sources:
-        report.sources.append(mine := SourceReport(source.name))
-        for place, row in source.rows(streaming):
-            chat = parse_chat(row, place)
-            report.chats_read += 1
-            mine.forms[chat.form] = mine.forms.get(chat.form, 0) + 1
-            rows, kept = _rows_of(chat, renderer), 0
-            for ids, spans, key in rows:
-                if (made := _checked(ids, spans, max_length, seen, report)) is not None:
-                    kept += 1
-                    report.greedy_rows += chat.greedy
-                    yield {**made, "greedy": chat.greedy, "prompt_key": key}
-            report.dropped_no_reply += not rows
-            mine.rows_kept += kept
-            mine.rows_dropped += max(1, len(rows)) - kept
+    with _rendering(renderer, workers) as rendered:
+        for source in sources:
+            report.sources.append(mine := SourceReport(source.name))
+            for chat, rows in rendered(parse_chat(row, place) for place, row in source.rows(streaming)):
+                report.chats_read += 1
+                mine.forms[chat.form] = mine.forms.get(chat.form, 0) + 1
+                kept = 0
+                for ids, spans, key in rows:
+                    if (made := _checked(ids, spans, max_length, seen, report)) is not None:
+                        kept += 1
+                        report.greedy_rows += chat.greedy
+                        yield {**made, "greedy": chat.greedy, "prompt_key": key}
+                report.dropped_no_reply += not rows
+                mine.rows_kept += kept
+                mine.rows_dropped += max(1, len(rows)) - kept
+
+
+@contextmanager
+def _rendering(renderer: ChatRenderer, workers: int) -> Iterator[Callable[[Iterable[Chat]], Iterator[Rendered]]]:
+    """What turns chats into (chat, its rows) in order: in this process, or in `workers` others."""
+    if workers == 1:
+        yield lambda chats: ((chat, _rows_of(chat, renderer)) for chat in chats)
+        return
+    # spawned: a fork of a process with threads may hang
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, context, _take_renderer, (renderer,)) as pool:
+        yield lambda chats: _rendered_elsewhere(chats, renderer, pool, workers)
+
+
+def _rendered_elsewhere(
+    chats: Iterable[Chat], renderer: ChatRenderer, pool: ProcessPoolExecutor, workers: int
+) -> Iterator[Rendered]:
+    chats = iter(chats)
+    # a block at a time: the executor takes in all that it is given
+    while block := list(itertools.islice(chats, _CHATS_PER_WORKER * workers)):
+        try:
+            for chat, (rows, learned) in zip(block, pool.map(_render_here, block, chunksize=16), strict=True):
+                renderer.merge(learned)
+                yield chat, rows
+        except BrokenProcessPool:
+            raise DataError("a process that renders chats died: too little memory for data.workers?") from None
+
+
+_renderer_here: ChatRenderer | None = None
+
+
+def _take_renderer(renderer: ChatRenderer) -> None:
+    global _renderer_here
+    _renderer_here = renderer
+
+
+def _render_here(chat: Chat) -> tuple[list[RowArrays], Learned]:
+    assert _renderer_here is not None
+    rows = _rows_of(chat, _renderer_here)
+    return rows, _renderer_here.learned
 
 
 def _told(rows: Iterator[dict[str, Any]], report: DataReport) -> Iterator[dict[str, Any]]:
@@ -140,7 +190,7 @@ def _told(rows: Iterator[dict[str, Any]], report: DataReport) -> Iterator[dict[s
         yield row
 
 
-def _rows_of(chat: Chat, renderer: ChatRenderer) -> list[tuple[np.ndarray, np.ndarray, int]]:
+def _rows_of(chat: Chat, renderer: ChatRenderer) -> list[RowArrays]:
     """(ids, span ids, key of the prompt) of each row of a chat."""
     return [
         (

@@ -155,7 +155,7 @@ def _write(data: DataConfig, renderer: ChatRenderer, sources: list[Source], fold
     if data.streaming:
         rows, report = _head_of_stream(data, renderer, sources, file)
     else:
-        rows, report = build_rows(sources, renderer, data.max_length, file)
+        rows, report = build_rows(sources, renderer, data.max_length, file, data.workers)
     train, held_out = split_rows(rows, report, eval_rows=data.eval_rows)
     sides = {"train": train, "held_out": held_out}
     counts = {name: token_counts(side, renderer.vocab_size) for name, side in sides.items()}

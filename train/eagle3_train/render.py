@@ -51,6 +51,10 @@ class TurnEnd:
     kept: int
 
 
+# ids that were found to end turns, and notes
+Learned = tuple[frozenset[int], dict[str, str]]
+
+
 class ChatRenderer:
     """Renders chats of one tokenizer.
 
@@ -74,11 +78,24 @@ class ChatRenderer:
         self._options = template_options or {}
         self._ends: dict[tuple, TurnEnd] = {}
         self._seen: set[str] = set()
+        self._others_end_ids: frozenset[int] = frozenset()
 
     @property
     def end_ids(self) -> frozenset[int]:
         """EOS ids, and the last token of every turn's end that was met: a draft vocabulary needs them all."""
-        return self.eos_ids | {end.ids[end.kept - 1] for end in self._ends.values() if end.kept}
+        own = {end.ids[end.kept - 1] for end in self._ends.values() if end.kept}
+        return self.eos_ids | self._others_end_ids | own
+
+    @property
+    def learned(self) -> Learned:
+        """What the chats that were rendered so far taught, for another renderer of the same settings."""
+        return self.end_ids, self.notes
+
+    def merge(self, learned: Learned) -> None:
+        """Take over what another one learned; of two notes the one that was there stays."""
+        end_ids, notes = learned
+        self._others_end_ids |= end_ids
+        self.notes = {**notes, **self.notes}
 
     def rows(self, chat: Chat) -> list[Row]:
         """Render one chat to one row, or to more where the template rewrites history.
