@@ -13,7 +13,10 @@ from eagle3_infer.config import TreeConfig
 from eagle3_infer.engine import Engine, Request
 from eagle3_infer.prompts import load_prompts, render
 from eagle3_train import run as run_module
+from eagle3_train.config import DataConfig, TrainConfig
 from eagle3_train.ema import EMA
+from eagle3_train.prepared import prepare_rows
+from eagle3_train.tokenizer import load_tokenizer
 from eagle3_train.tracking import Trackers
 from oracles.runs import arguments, check_equal, final, losses, metrics, train, weights
 from oracles.script import SCRIPT
@@ -60,6 +63,24 @@ def test_the_engine_tells_tau(made, tried):
         results = Engine(target, head, tree).generate(requests)
         tau = sum(sum(r.run_lengths) for r in results) / sum(r.rounds for r in results)
         assert records[-1][name] == pytest.approx(tau)
+
+
+def test_simulated_tau_is_the_engines(made, tmp_path):
+    """Held-out rows walked otherwise than the engine answers their prompts: in fp32 the two are one number."""
+    chats = [json.loads(line) for line in (made / "chats.jsonl").read_text().splitlines()]
+    data = DataConfig((str(made / "chats.jsonl"),), eval_rows=8)
+    rows = prepare_rows(TrainConfig(data=data), *load_tokenizer(str(made / "target")), tmp_path / "rows").held_out
+    tokenizer = Target.load(made / "target").tokenizer
+    prompts = [chat["messages"][0] for chat in chats]
+    lengths = {p["content"]: render(tokenizer, [p])[1] for p in prompts}
+    held_out = [text for text, ids in lengths.items() if any(r["input_ids"][: len(ids)] == ids for r in rows)]
+    assert len(held_out) == 8
+    (tmp_path / "held_out.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in held_out))
+    settings = {"data__eval_rows": 8, "eval__engine_every": 40, "eval__prompts": tmp_path / "held_out.jsonl"}
+    run = train(made, tmp_path / "run", **settings, eval__new_tokens=24, max_steps=40, eval__every=40, dtype="float32")
+    simulated, real = metrics(run, "eval")[-1]["tau"], metrics(run, "engine")[-1]["chain_tau"]
+    assert simulated == pytest.approx(real, rel=1e-12)
+    assert simulated > 1, "a head that is never right shows nothing"
 
 
 def test_every_draft_is_told(made, tried):
