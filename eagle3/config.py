@@ -156,7 +156,12 @@ def load_config(cls: type[T], argv: Sequence[str] | None = None, description: st
     for path in _config_paths(argv):
         _check_tree(read_yaml(path), known, str(path))
     _check_flags(argv, known)
-    parser = jsonargparse.ArgumentParser(description=description, exit_on_error=False)
+    parser = jsonargparse.ArgumentParser(
+        description=description,
+        usage="%(prog)s [--config FILE.yaml] [--setting value] [--group.setting value] ...",
+        formatter_class=_help_formatter(),
+        exit_on_error=False,
+    )
     parser.add_argument("--config", action="config", help="YAML file; flags after it override its keys")
     parser.add_class_arguments(cls, as_group=False)
     try:
@@ -164,6 +169,17 @@ def load_config(cls: type[T], argv: Sequence[str] | None = None, description: st
     except (jsonargparse.ArgumentError, TypeError, ValueError) as error:
         raise ConfigError(_plain(str(error))) from error
     return cls(**{f.name: values[f.name] for f in dataclasses.fields(cls)})
+
+
+def _help_formatter() -> type:
+    import argparse
+
+    import jsonargparse
+
+    class LinesAsTheyAre(argparse.RawDescriptionHelpFormatter, jsonargparse.DefaultHelpFormatter):
+        """Commands in the description keep their lines."""
+
+    return LinesAsTheyAre
 
 
 def field_names(cls: type, prefix: str = "") -> set[str]:

@@ -118,6 +118,11 @@ def test_flag_that_nobody_knows(fails):
         ({"target": "~nobody-here/x/y"}, "does not exist"),
         ({"seed": 2**70}, "64 bits"),
         ({"optim__final_ratio": -5}, "optim.final_ratio is -5"),
+        ({"optim__name": "lion"}, "optim.name is 'lion'; use adamw, muon or adamw8bit"),
+        ({"optim__ema": 1.0}, "optim.ema must be in [0, 1)"),
+        ({"eval__every": 0}, "eval.every is 0"),
+        ({"eval__patience": -1}, "eval.patience is -1"),
+        ({"eval__engine_every": 5, "features__source": "offline", "features__store": "x"}, "eval.engine_every: 0"),
     ],
 )
 def test_setting_out_of_range(fails, changes, found):
@@ -213,6 +218,7 @@ def test_help_is_quick(made):
     done = subprocess.run([sys.executable, "-c", code % str(SCRIPT)], env=ENV, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "--optim.lr" in done.stdout
+    assert "    accelerate launch train/train_draft.py --config recipes/base/smollm2-135m.yaml\n" in done.stdout
     if util.find_spec("docstring_parser"):
         assert "peak learning rate" in done.stdout
 
