@@ -31,7 +31,14 @@ ARROWS = {
 TRAINING_ONLY = {"accelerate", "datasets", "deepspeed", "wandb"}
 KERNELS_MAY_IMPORT = {"torch", "triton"}
 SCRIPTS = {
-    "train": {"train_draft.py", "prepare_data.py", "regenerate.py", "dump_features.py", "export_draft.py"},
+    "train": {
+        "bench_ttt.py",
+        "train_draft.py",
+        "prepare_data.py",
+        "regenerate.py",
+        "dump_features.py",
+        "export_draft.py",
+    },
     "kernels": {"bench_kernels.py", "gpu_check.py"},
     "recipes": {"run_ablations.py"},
     "infer": set(),

@@ -8,8 +8,9 @@ One thread, fp32, one document, three TTT steps, SmolLM2's shapes with random we
 hidden states are given. The timed part is the teacher's logits over the draft vocabulary (both sides make them),
 forward and backward of the head, with the optimizer left out. Ours and the peer run in a process each, of which one
 works at a time, in turns. The floor is the matrix products of the same shapes, forward and backward, and nothing else.
-Seconds are processor time, which neighbours on the machine disturb least; peak bytes count every tensor allocated
-above models and inputs.
+What ours makes of the target's whole vocabulary (log-sum-exp for alpha, argmax) belongs to the features, once per
+document, and is told apart. Seconds are processor time, which neighbours on the machine disturb least; peak bytes are
+of all tensors alive at once, above models and inputs.
 """
 
 import argparse
@@ -59,11 +60,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Sample:
-    """Processor seconds of the whole, of the teacher's draft logits in it, of the target's whole vocabulary beside it;
-    wall-clock seconds of the whole; peak bytes; the loss."""
+    """Processor seconds of the whole, of the teacher's draft logits in it, of attention alone (measured apart), of the
+    target's whole vocabulary beside it; wall-clock seconds of the whole; peak bytes; the loss."""
 
     seconds: float
     teacher: float
+    attention: float
     whole_vocabulary: float
     wall: float
     bytes: int
@@ -77,6 +79,7 @@ class Side(NamedTuple):
     teach: Callable[[], Tensor]
     step: Callable[[Tensor], Tensor]
     teaches: bool = False
+    attention: float = 0.0
     whole_vocabulary: float = 0.0
 
 
@@ -150,6 +153,10 @@ def _report(case: Case, floor: float, sides: dict[str, Sample]) -> dict[str, Any
     line.append(f"ours / floor {mine.seconds / floor:.2f}")
     if other:
         line.append(f"ours / peer {mine.seconds / other.seconds:.2f} time, {mine.bytes / other.bytes:.2f} bytes")
+    else:
+        other_time = 1e3 * (mine.seconds - mine.attention) / case.length
+        line.append(f"per token {mine.bytes / 2**10 / case.length:.0f} KiB, {other_time:.2f} ms without attention")
+    line.append(f"apart: the target's whole vocabulary {mine.whole_vocabulary:.3f} s")
     print(" | ".join(line), flush=True)
     return record
 
@@ -158,10 +165,10 @@ class Worker:
     """A process that measures one side when it is told to, and sleeps else."""
 
     def __init__(self, python: str, side: str):
-        command = [python, __file__, "--worker", side]
+        self.command = [python, __file__, "--worker", side]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         self.process = subprocess.Popen(
-            command,
+            self.command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -175,7 +182,7 @@ class Worker:
         for line in self.process.stdout:
             if line.startswith("{"):
                 return Sample(**json.loads(line))
-        raise SystemExit(f"{' '.join(map(str, self.process.args))} ended with {self.process.wait()}")
+        raise SystemExit(f"{' '.join(self.command)} ended with {self.process.wait()}")
 
     def close(self) -> None:
         assert self.process.stdin is not None
@@ -206,7 +213,7 @@ def _once(side: Side) -> Sample:
         wall, start, taught = time.perf_counter(), taught, taught + taught - start
     loss = side.step(teacher)
     seconds, wall = time.process_time() - start, time.perf_counter() - wall
-    return Sample(seconds, taught - start, side.whole_vocabulary, wall, 0, float(loss))
+    return Sample(seconds, taught - start, side.attention, side.whole_vocabulary, wall, 0, float(loss))
 
 
 def peak_bytes(side: Side) -> int:
@@ -218,7 +225,8 @@ def peak_bytes(side: Side) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         side.step(side.teach() if given is None else given)
     assert profiler.profiler is not None
-    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    assert profiler.profiler.kineto_results is not None
+    events: list[Any] = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
     assert events, "the profiler saw no allocation"
     alive = most = 0
     for event in sorted(events, key=lambda e: e.start_ns()):
@@ -232,20 +240,20 @@ def products(case: Case) -> float:
     s, S = case.shapes, case.length
     supervised, H = round(S * case.supervised), s["hidden"]
     q, kv = s["heads"] * s["head_dim"], s["kv_heads"] * s["head_dim"]
-    # rows, in, out, gradient of the input, gradient of the weight, how often
-    linear = [(S, 3 * H, H, False, True, 1), (supervised, H, s["draft_vocab"], False, False, 1)]
-    for rows, times in ((S, 1), (supervised, STEPS - 1)):
-        linear += [(rows, 2 * H, kv, True, True, 2 * times)]
-    for inner in ((2 * H, q), (q, H), (H, s["inner"]), (H, s["inner"]), (s["inner"], H)):
-        linear += [(supervised, *inner, True, True, STEPS)]
-    linear += [(supervised, H, s["draft_vocab"], True, not case.frozen, STEPS)]
-    seconds = sum(times * _linear(*shape) for *shape, times in linear)
+    seconds = _linear(S, 3 * H, H, d_input=False)
+    # the teacher's logits, then the draft's
+    seconds += _linear(supervised, H, s["draft_vocab"], d_input=False, d_weight=False)
+    seconds += STEPS * _linear(supervised, H, s["draft_vocab"], d_weight=not case.frozen)
+    # keys and values: step 0 lends everyone's
+    seconds += 2 * (_linear(S, 2 * H, kv) + (STEPS - 1) * _linear(supervised, 2 * H, kv))
+    for size_in, size_out in ((2 * H, q), (q, H), (H, s["inner"]), (H, s["inner"]), (s["inner"], H)):
+        seconds += STEPS * _linear(supervised, size_in, size_out)
     # a query sees half of the keys
     group = s["heads"] // s["kv_heads"] * supervised
     return seconds + STEPS * _attention(s["kv_heads"], group, S // 2, s["head_dim"])
 
 
-def _linear(rows: int, size_in: int, size_out: int, d_input: bool, d_weight: bool) -> float:
+def _linear(rows: int, size_in: int, size_out: int, d_input: bool = True, d_weight: bool = True) -> float:
     x, w, g = torch.randn(rows, size_in), torch.randn(size_out, size_in), torch.randn(rows, size_out)
     return _timed(lambda: (x @ w.T, d_input and g @ w, d_weight and g.T @ x))
 
@@ -325,12 +333,34 @@ def ours(case: Case) -> Side:
         loss.backward()
         return loss.detach()
 
-    norm = torch.ones(s["hidden"])
-    return Side(head, lambda: F.rms_norm(states, norm.shape, norm, 1e-5) @ target_head.T, step, False, whole_vocabulary)
+    def teach() -> Tensor:
+        return F.rms_norm(states, states.shape[-1:], eps=1e-5) @ target_head.T
+
+    attention = sum(_our_attention(case, supervision.rows, k) for k in range(STEPS))
+    return Side(head, teach, step, False, attention, whole_vocabulary)
+
+
+def _our_attention(case: Case, rows: Tensor, step: int) -> float:
+    """Seconds of one step's attention, forward and backward."""
+    from eagle3_kernels.ttt_attention import ttt_attention
+
+    s, count = case.shapes, len(rows)
+    shapes = [(s["heads"], count), *[(s["kv_heads"], case.length)] * 2, *[(step, s["kv_heads"], count)] * 2]
+    query, *keys = tensors = [torch.randn(*shape, s["head_dim"], requires_grad=True) for shape in shapes]
+    key, value, own_key, own_value = keys
+    cotangent = torch.randn(count, s["heads"], s["head_dim"])
+
+    def run() -> None:
+        out = ttt_attention(query, key, value, own_key, own_value, rows, [case.length], s["head_dim"] ** -0.5)
+        torch.autograd.grad(out, tensors, cotangent)
+
+    return _timed(run)
 
 
 def peer(case: Case) -> Side:
     """speculators' EAGLE-3 model with eager attention and loss, called as its trainer calls it."""
+    from importlib.metadata import version
+
     from speculators.config import SpeculatorsConfig, VerifierConfig
     from speculators.losses import resolve_loss_config
     from speculators.models.eagle3 import Eagle3SpeculatorConfig
@@ -338,6 +368,8 @@ def peer(case: Case) -> Side:
     from speculators.proposals.greedy import GreedyTokenProposalConfig
     from transformers import LlamaConfig
 
+    if version("speculators") != PEER_VERSION:
+        raise SystemExit(f"the peer's venv holds speculators {version('speculators')}; figures are for {PEER_VERSION}")
     s, given = case.shapes, {name: x[None] for name, x in inputs(case).items()}
     layer = LlamaConfig(
         hidden_size=s["hidden"],
@@ -349,8 +381,8 @@ def peer(case: Case) -> Side:
         num_hidden_layers=1,
         rms_norm_eps=1e-5,
         max_position_embeddings=8192,
-        attn_implementation="eager",
     )
+    layer._attn_implementation = "eager"
     proposal = GreedyTokenProposalConfig(speculative_tokens=STEPS)
     config = Eagle3SpeculatorConfig(
         transformer_layer_config=layer,
@@ -403,7 +435,10 @@ def _random_weights(model: nn.Module, case: Case) -> tuple[Tensor, Tensor]:
     # by shape, so that both sides' weights are alike whatever their names
     for parameter in sorted((p for p in model.parameters() if p.dim() == 2), key=lambda p: tuple(p.shape)):
         parameter.copy_(0.03 * torch.randn(parameter.shape, generator=draw))
-    return tuple(0.1 * torch.randn(s[rows], s["hidden"], generator=draw) for rows in ("vocab", "draft_vocab"))
+    embedding, target_head = (
+        0.1 * torch.randn(s[rows], s["hidden"], generator=draw) for rows in ("vocab", "draft_vocab")
+    )
+    return embedding, target_head
 
 
 if __name__ == "__main__":
