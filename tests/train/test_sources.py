@@ -144,7 +144,7 @@ def test_a_saved_data_set(tmp_path):
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     """A folder that `datasets` takes for a data set's repository."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     folder = tmp_path / "repository"
     folder.mkdir()
     (folder / "train.jsonl").write_bytes(json_lines(TABLE))
