@@ -17,6 +17,7 @@ from eagle3.errors import ConfigError, UnsupportedTargetError
 PLACEMENTS = ("whole", "device_map", "tensor_parallel")
 # of what is free on the head's device: the rest is for the head's training
 HEAD_DEVICE_SHARE = 0.5
+_WITHOUT_INDEX = ("cpu", "mps")
 
 
 def device_map(model: Any, layers_name: str, places: Sequence[int | str], device: torch.device) -> dict[str, Any]:
@@ -46,8 +47,8 @@ def spread_layers(model: Any, layers: nn.ModuleList, device: torch.device, dtype
         model: on the meta device.
         device: the head's; the weights outside of the layers lie there, too.
     """
-    if device.type == "cpu":
-        return ["cpu"] * len(layers)
+    if device.type in _WITHOUT_INDEX:
+        return [device.type] * len(layers)
     size = torch.finfo(dtype).bits // 8
     sizes = [size * sum(p.numel() for p in layer.parameters()) for layer in layers]
     rest = size * sum(p.numel() for p in model.parameters()) - sum(sizes)
@@ -107,4 +108,4 @@ def tensor_plan(model: Any, layers_name: str, device: torch.device) -> dict[str,
 
 def _key(device: torch.device) -> int | str:
     """How transformers' device maps name a device."""
-    return "cpu" if device.type == "cpu" else device.index or 0
+    return device.type if device.type in _WITHOUT_INDEX else device.index or 0

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from transformers.integrations import deepspeed, fsdp
 
 from eagle3.errors import ConfigError, UnsupportedTargetError
 from eagle3.loading import undivided
-from eagle3.placement import device_map, spread, tensor_plan
+from eagle3.placement import device_map, spread, spread_layers, tensor_plan
 from eagle3.target import Target
 from oracles.tiny import tiny_model
 
@@ -130,6 +131,41 @@ def test_all_but_the_layers_stays_with_the_head():
 def test_spread(sizes, room, places):
     """Catches: a device that is overfilled, layers that jump to and fro, layers that are lost."""
     assert spread(sizes, room) == places
+
+
+@pytest.mark.parametrize(
+    "rank, ranks, places",
+    [
+        # beside the other weights 5 layers have room on each; half of the head's device is the head's
+        (0, 1, [0] * 2 + [1] * 3 + [2] * 3),
+        # two processes on one machine: the second has the odd devices
+        (1, 2, [1] * 2 + [3] * 6),
+    ],
+)
+def test_layers_are_spread_by_free_memory(monkeypatch, rank, ranks, places):
+    """Catches: a head's device that is filled up by the target; two processes that fill the same devices."""
+    with torch.device("meta"):
+        model = tiny_model("llama", vocab_size=8)
+    layers = model.model.layers
+    layer = 4 * sum(p.numel() for p in layers[0].parameters())
+    rest = 4 * sum(p.numel() for p in model.parameters()) - 8 * layer
+    free = {0: rest + 5 * layer, 1: 5 * layer + (rest if rank else 0), 2: 5 * layer, 3: 8 * layer}
+    count = 4 if rank else 3
+    backend = SimpleNamespace(device_count=lambda: count, mem_get_info=lambda i: (free[i], 10**12))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: backend)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    assert spread_layers(model, layers, torch.device("cuda", rank), torch.float32) == places
+
+
+def test_layers_that_fit_nowhere_are_told(monkeypatch):
+    """Catches: a training run that is slow for a reason that nobody learns."""
+    with torch.device("meta"):
+        model = tiny_model("llama")
+    backend = SimpleNamespace(device_count=lambda: 1, mem_get_info=lambda i: (0, 0))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: backend)
+    with pytest.warns(UserWarning, match="8 of the target's 8 layers do not fit on the devices \\[0\\]"):
+        places = spread_layers(model, model.model.layers, torch.device("cuda", 0), torch.float32)
+    assert places == ["cpu"] * 8
 
 
 def test_tensor_parallel_needs_processes(folders):
