@@ -4,7 +4,6 @@ import json
 import runpy
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,7 +21,7 @@ from eagle3_train.config import DataConfig, TrainConfig
 from eagle3_train.prepared import prepare_rows
 from eagle3_train.tokenizer import load_tokenizer
 from oracles.runs import arguments, check_equal, final, losses, metrics, train, weights
-from oracles.script import ENV, SCRIPT
+from oracles.script import ENV, SCRIPT, launch
 from oracles.tiny import tiny_chats, tiny_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore:only .* distinct tokens")
@@ -356,12 +355,6 @@ def test_wandb_without_login(made, tmp_path, monkeypatch):
     assert len(list((run / "tracking/wandb").glob("offline-run-*"))) == 1
 
 
-def launch(*command, **env):
-    return subprocess.run(
-        [sys.executable, "-m", *command], env={**ENV, **env}, capture_output=True, text=True, timeout=300
-    )
-
-
 def test_accelerate_launch(made, whole, tmp_path):
     """The documented command, from a YAML config: the same run as in this process."""
     config = tmp_path / "config.yaml"
@@ -369,56 +362,8 @@ def test_accelerate_launch(made, whole, tmp_path):
     pairs = list(zip(words[::2], words[1::2], strict=True))
     config.write_text("".join(f"{name[2:]}: {value}\n" for name, value in pairs if "." not in name))
     dotted = [word for pair in pairs if "." in pair[0] for word in pair]
-    command = ["accelerate.commands.accelerate_cli", "launch", "--cpu", "--num_processes", "1", "--num_machines", "1"]
-    command += ["--mixed_precision", "no", "--dynamo_backend", "no", SCRIPT, "--config", config]
-    done = launch(*command, *dotted)
+    command = ["--cpu", "--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no"]
+    done = launch(*command, "--dynamo_backend", "no", SCRIPT, "--config", config, *dotted)
     assert done.returncode == 0, done.stderr
     assert metrics(tmp_path / "run")[0]["loss"] == metrics(whole)[0]["loss"]
     assert "held-out tau" in done.stderr
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-def test_two_ranks_equal_one_process(made, tmp_path):
-    """A mean over ranks, N_k of one rank, unequal batches, evaluation of half the rows; three rows leave a rank that
-    takes one by one with a stand-in in every step."""
-    settings = {"data__eval_rows": 3, "max_steps": 6, "eval.every": 6, "rows_per_step": 3}
-    settings |= {"data__max_length": 60, "tokens_per_batch": 60}
-    one = train(made, tmp_path / "one", **settings)
-    # `accelerate launch --cpu` starts several processes through MPI only; torch's launcher needs none
-    words = arguments(made, tmp_path / "two", **settings)
-    command = ["torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port()), SCRIPT]
-    done = launch(*command, *words, ACCELERATE_USE_CPU="true")
-    assert done.returncode == 0, done.stderr
-    two = tmp_path / "two"
-    for found, wanted in zip(metrics(two), metrics(one), strict=True):
-        for name in ("loss", "grad_norm", "tokens", "coverage"):
-            assert found[name] == pytest.approx(wanted[name], rel=1e-4)
-    check_equal(final(two), final(one), tolerance=1e-4)
-    found, wanted = metrics(two, "eval")[0], metrics(one, "eval")[0]
-    assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-4)
-    assert found["tau"] == pytest.approx(wanted["tau"])
-    assert found["tokens"] == wanted["tokens"]
-
-
-@pytest.mark.full
-def test_two_ranks_resume(made, tmp_path):
-    """State of one rank restored on all, or data that a resumed rank sees twice."""
-    run = tmp_path / "run"
-    words = arguments(made, run, save_every=10)
-
-    def go():
-        command = ["torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port()), SCRIPT]
-        done = launch(*command, *words, ACCELERATE_USE_CPU="true")
-        assert done.returncode == 0, done.stderr
-        return losses(run), final(run)
-
-    wanted, state = go()
-    shutil.rmtree(run / "checkpoints/step-00000020")
-    found, resumed = go()
-    assert found == wanted
-    check_equal(resumed, state)

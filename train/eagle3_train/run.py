@@ -27,7 +27,8 @@ from eagle3_train.shelf import open_shelf
 from eagle3_train.sources import open_sources
 from eagle3_train.state import RunState
 from eagle3_train.tokenizer import load_tokenizer
-from eagle3_train.tracking import MetricsLog, RunRecord, Trackers, write_json
+from eagle3_train.trackers import Trackers
+from eagle3_train.tracking import MetricsLog, RunRecord, write_json
 from eagle3_train.ttt import TTTRollout
 from eagle3_train.vocab_file import load_vocab_map
 
@@ -100,7 +101,8 @@ class Run:
             self.metrics = MetricsLog(self.folder / "metrics.jsonl", resumed)
             self.samples = MetricsLog(self.folder / "samples.jsonl", resumed)
             self.record = RunRecord(self.folder / "run.json", self.config, {"seed": self.config.seed}, resumed)
-            self.record.update(**details)
+            framework, processes = self.accelerator.distributed_type.value, self.accelerator.num_processes
+            self.record.update(**details, framework=framework, processes=processes)
             told["run"] = self.record.provenance
         self.trackers.start(self.accelerator, told, state.tracker or None, resumed)
         state.tracker = self.trackers.state()
