@@ -86,7 +86,7 @@ class Side(NamedTuple):
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", type=Path, help=f"python of a venv that holds speculators=={PEER_VERSION}")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[256, 1024])
+    parser.add_argument("--lengths", type=int, nargs="*", default=[256, 1024])
     parser.add_argument("--ours", type=int, nargs="*", default=[512, 2048, 4096], help="lengths of ours alone")
     parser.add_argument("--supervised", type=float, nargs="+", default=[1.0, 0.6])
     parser.add_argument("--lm-head", choices=["frozen", "trained", "both"], default="both")
@@ -322,9 +322,12 @@ def ours(case: Case) -> Side:
     batch = pack([{"input_ids": given["ids"], "span_ids": given["span_ids"]}])
     supervision = supervise(batch, t2d, STEPS)
     states, rollout = given["states"][supervision.rows + 1], TTTRollout(head, TTTConfig(steps=STEPS, decay=1.0))
+    whole_head = torch.randn(s["vocab"], s["hidden"])
     start = time.process_time()
-    whole = F.linear(states, torch.randn(s["vocab"], s["hidden"])).logsumexp(-1)
+    logits = states @ whole_head.T
+    whole, _ = logits.logsumexp(-1), logits.argmax(-1)
     whole_vocabulary = time.process_time() - start
+    del logits, whole_head
     counts, in_vocab = supervision.counted.sum(1).float(), torch.ones(len(states), dtype=torch.bool)
 
     def step(logits: Tensor) -> Tensor:
