@@ -324,10 +324,12 @@ def ours(case: Case) -> Side:
     states, rollout = given["states"][supervision.rows + 1], TTTRollout(head, TTTConfig(steps=STEPS, decay=1.0))
     whole_head = torch.randn(s["vocab"], s["hidden"])
     start = time.process_time()
-    logits = states @ whole_head.T
-    whole, _ = logits.logsumexp(-1), logits.argmax(-1)
+    parts = [
+        (logits.logsumexp(-1), logits.argmax(-1)) for part in states.split(256) for logits in [part @ whole_head.T]
+    ]
     whole_vocabulary = time.process_time() - start
-    del logits, whole_head
+    whole = torch.cat([lse for lse, _ in parts])
+    del whole_head
     counts, in_vocab = supervision.counted.sum(1).float(), torch.ones(len(states), dtype=torch.bool)
 
     def step(logits: Tensor) -> Tensor:
