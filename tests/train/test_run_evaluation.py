@@ -17,7 +17,7 @@ from eagle3_train.config import DataConfig, TrainConfig
 from eagle3_train.ema import EMA
 from eagle3_train.prepared import prepare_rows
 from eagle3_train.tokenizer import load_tokenizer
-from eagle3_train.tracking import Trackers
+from eagle3_train.trackers import Trackers
 from oracles.runs import arguments, check_equal, final, losses, metrics, train, weights
 from oracles.script import SCRIPT
 from oracles.tiny import tiny_chats, tiny_folder

@@ -10,7 +10,8 @@ import torch
 
 from eagle3.errors import ConfigError
 from eagle3_train.progress import Progress
-from eagle3_train.tracking import MetricsLog, RunRecord, Trackers, git_revision, peak_memory, read_metrics, write_json
+from eagle3_train.trackers import Trackers
+from eagle3_train.tracking import MetricsLog, RunRecord, git_revision, peak_memory, read_metrics, write_json
 
 
 def test_metrics_are_flushed_line_by_line(tmp_path):
@@ -184,7 +185,7 @@ class FakeAccelerator:
 @pytest.fixture
 def installed(monkeypatch):
     found = {"wandb"}
-    monkeypatch.setattr("eagle3_train.tracking.util.find_spec", lambda name: name in found or None)
+    monkeypatch.setattr("eagle3_train.trackers.util.find_spec", lambda name: name in found or None)
     return found
 
 
