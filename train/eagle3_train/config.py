@@ -109,8 +109,8 @@ class OptimConfig:
     """The optimiser, with linear warm-up and cosine decay.
 
     Args:
-        name: adamw, muon (the matrices between embedding and lm_head by Muon, the rest by AdamW), adamw8bit (moments in
-            8 bits; needs bitsandbytes or torchao).
+        name: adamw, muon (the matrices between embedding and lm_head by Muon, the rest by AdamW), adamw8bit (moments of
+            8 bits; needs bitsandbytes).
         lr: peak learning rate, of either part of muon.
         beta1: first-moment decay of AdamW.
         beta2: second-moment decay of AdamW.
