@@ -322,7 +322,7 @@ def ours(case: Case) -> Side:
     batch = pack([{"input_ids": given["ids"], "span_ids": given["span_ids"]}])
     supervision = supervise(batch, t2d, STEPS)
     states, rollout = given["states"][supervision.rows + 1], TTTRollout(head, TTTConfig(steps=STEPS, decay=1.0))
-    whole_head = torch.randn(s["vocab"], s["hidden"])
+    whole_head = 0.1 * torch.randn(s["vocab"], s["hidden"])
     start = time.process_time()
     parts = [
         (logits.logsumexp(-1), logits.argmax(-1)) for part in states.split(256) for logits in [part @ whole_head.T]
