@@ -299,8 +299,8 @@ def test_a_disk_that_fills_up(made, store, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("source", ["online", "memory", "hybrid"])
 def test_a_batch_of_nan_stops_the_run(made, tmp_path, monkeypatch, capsys, source):
     """Weights, checkpoints or a store spoilt by it; a message that leaves one searching a million chats."""
-    settings = {"features__source": source, "features__store": tmp_path / "store", **ONE_EACH}
-    whole = train(made, tmp_path / "whole", **ONE_EACH)
+    settings = {"features__source": source, "features__store": tmp_path / "store", "max_steps": 4, **ONE_EACH}
+    whole = train(made, tmp_path / "whole", max_steps=4, **ONE_EACH)
     hidden, calls = Target.hidden, []
 
     def broken(self, ids, *rest):
