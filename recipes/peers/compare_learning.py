@@ -124,7 +124,8 @@ def _dump(config: LearningConfig, folder: Path) -> None:
     trainer = load_config(TrainConfig, _settings(config, folder))
     target = Target.load(config.target, "auto")
     rows = prepare_rows(trainer, target.tokenizer, target.eos_ids, Path(trainer.output) / "data").train
-    order = ShuffledRows(range(len(rows)), trainer.seed).take(0, config.steps * config.rows_per_step)
+    stream = ShuffledRows(range(len(rows)), trainer.seed)
+    order: list[Any] = stream.take(0, config.steps * config.rows_per_step)
     if len(set(order)) < len(order):
         raise ConfigError(f"{config.steps} steps of {config.rows_per_step} rows are more than the {len(rows)} rows")
     head = load_head(folder / "ours" / "last", target)
