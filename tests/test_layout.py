@@ -28,19 +28,21 @@ ARROWS = {
     "eagle3_train": {"eagle3", "eagle3_kernels"},
 }
 # extras of pyproject.toml: the other packages run without them, and no file of eagle3 knows a tracker
-TRAINING_ONLY = {"accelerate", "datasets", "deepspeed", "wandb"}
+TRAINING_ONLY = {"accelerate", "bitsandbytes", "datasets", "deepspeed", "psutil", "tensorboard", "trackio", "wandb"}
 KERNELS_MAY_IMPORT = {"torch", "triton"}
 SCRIPTS = {
     "train": {
         "bench_ttt.py",
-        "train_draft.py",
-        "prepare_data.py",
-        "regenerate.py",
+        "build_vocab_map.py",
         "dump_features.py",
         "export_draft.py",
+        "prepare_data.py",
+        "regenerate.py",
+        "train_draft.py",
     },
     "kernels": {"bench_kernels.py", "gpu_check.py"},
     "recipes": {"run_ablations.py"},
+    "recipes/peers": {"compare_learning.py", "train_speculators.py"},
     "infer": set(),
 }
 # everything importable from a source root that is not one of the four packages
@@ -116,9 +118,10 @@ def misplaced(path: str) -> str | None:
         return "Python file at the root" if path.endswith(".py") else None
     if len(parts) == 2 and parts[0] in BARE_FOLDERS and parts[1] == "__init__.py":
         return f"{parts[0]}/ must stay a bare folder, else it hides packages of PyPI"
+    folder = "/".join(parts[:-1])
     beside = parts[0] in SCRIPTS and path.endswith(".py") and owner(path) is None
-    if beside and (len(parts) > 2 or parts[1] not in SCRIPTS[parts[0]]):
-        return f"only {sorted(SCRIPTS[parts[0]])} lie beside the package in {parts[0]}/"
+    if beside and parts[-1] not in SCRIPTS.get(folder, set()):
+        return f"no script of {folder}/: of Python files {sorted(SCRIPTS.get(folder, set()))} may lie there"
     return None
 
 
@@ -195,6 +198,9 @@ def test_a_right_import_is_let_through(path, source):
         "tests/__init__.py",
         "train/datasets.py",
         "train/lib/loop.py",
+        "train/peers/compare_learning.py",
+        "recipes/peers/utils.py",
+        "recipes/peers/anything.py",
         "infer/run.py",
         "eagle3/utils.py",
         "tests/infer/common.py",
@@ -208,7 +214,14 @@ def test_a_misplaced_file_is_caught(path):
 
 @pytest.mark.parametrize(
     "path",
-    ["README.md", "tests/eagle3/test_target.py", "train/train_draft.py", "recipes/base/a.yaml", ".ci/run"],
+    [
+        "README.md",
+        "tests/eagle3/test_target.py",
+        "train/train_draft.py",
+        "recipes/base/a.yaml",
+        "recipes/peers/compare_learning.py",
+        ".ci/run",
+    ],
 )
 def test_a_well_placed_file_is_let_through(path):
     assert misplaced(path) is None
