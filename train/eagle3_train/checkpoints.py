@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save_file
 from torch import Tensor
 
 from eagle3.errors import CheckpointError, ConfigError
@@ -181,14 +181,19 @@ def _read(path: Path, head: dict[str, Any], files: dict[str, dict[str, Tensor]])
             f"{path} holds a head with other {', '.join(differing)}; give another output folder to start anew"
         )
     for name, written in record["files"].items():
-        try:
-            found = _sum(path / name)
-            if found != written:
-                raise _damaged(path / name, f"{found['bytes']} bytes of {written['bytes']}, or others than written")
-            files[name] = load_file(path / name)
-        except (OSError, SafetensorError) as error:
-            raise _damaged(path / name, str(error)) from error
+        files[name] = _read_tensors(path / name, written)
     return record
+
+
+def _read_tensors(file: Path, written: dict[str, int]) -> dict[str, Tensor]:
+    try:
+        # not mapped: the file is removed when newer ones are there
+        data = file.read_bytes()
+        if {"bytes": len(data), "crc32": zlib.crc32(data)} != written:
+            raise _damaged(file, f"{len(data)} bytes of {written['bytes']}, or others than written")
+        return load(data)
+    except (OSError, SafetensorError) as error:
+        raise _damaged(file, str(error)) from error
 
 
 def _damaged(file: Path, detail: str) -> CheckpointError:
