@@ -78,7 +78,7 @@ def _train(config: TrainConfig, run: "Run", termination: Termination) -> None:
     from eagle3_train.run import due, ended, evaluate, load_parts, normalisers, over_ranks
     from eagle3_train.state import RunState
     from eagle3_train.tracking import peak_memory
-    from eagle3_train.ttt import TTTRollout
+    from eagle3_train.ttt import TTTRollout, noisy
 
     accelerator, steps = run.accelerator, config.ttt.steps
     parts = load_parts(config, run)
@@ -121,7 +121,7 @@ def _train(config: TrainConfig, run: "Run", termination: Termination) -> None:
         supervisions = [supervise(batch, head.t2d, steps) for batch in micro]
         counts, new_tokens = normalisers(micro, supervisions, accelerator)
         for i, (batch, supervision) in enumerate(zip(micro, supervisions, strict=True)):
-            inputs = parts.features.prepare(batch, supervision)
+            inputs = noisy(parts.features.prepare(batch, supervision), config.ttt.feature_noise, config.seed, step)
             with parallel.micro_batch(last=i == len(micro) - 1):
                 with autocast:
                     output = parallel(inputs, counts)

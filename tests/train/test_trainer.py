@@ -146,6 +146,17 @@ def test_killed_and_resumed_is_bit_equal(made, whole, tmp_path):
     assert len(record["previous"]) == 1
 
 
+def test_noise_on_features_is_trained_with_and_resumes(made, whole, tmp_path):
+    """A setting that is recorded and reaches nothing; noise that a resumed run draws anew."""
+    run = train(made, tmp_path / "run", ttt__feature_noise=0.5)
+    records, trained = losses(run), final(run)
+    assert [r["loss"] for r in metrics(run)] != [r["loss"] for r in metrics(whole)]
+    shutil.rmtree(run / "checkpoints/step-00000020")
+    train(made, run, ttt__feature_noise=0.5)
+    assert losses(run) == records
+    check_equal(final(run), trained)
+
+
 def test_resume_takes_the_map_of_the_checkpoint(made, tmp_path):
     """Weights of one vocabulary with the map, or the teacher, of another: data that changed changes the counts."""
     run = train(made, tmp_path / "run", max_steps=10)

@@ -476,15 +476,23 @@ def test_terms_reach_the_loss(target):
     assert mix == pytest.approx(0.5 * soft_ce + 2 * tv, rel=1e-5)
 
 
-def test_noise_depends_on_seed_step_and_document_alone():
+def test_noise_depends_on_seed_step_and_document_alone(target):
     """Noise that changes with the pack, the rank or the order: resume or another world size would train otherwise."""
-    features = torch.zeros(9, 5000)
-    together = noisy(features, 0.5, 3, 7, [11, 4, 8], [2, 4, 3])
-    torch.testing.assert_close(noisy(features[:7], 0.5, 3, 7, [8, 4], [3, 4])[3:], together[2:6], rtol=0, atol=0)
-    assert float(together.std()) == pytest.approx(0.5, rel=0.02)
-    assert abs(float(together.mean())) < 0.01
-    for other in (noisy(features, 0.5, 4, 7, [11, 4, 8], [2, 4, 3]), noisy(features, 0.5, 3, 8, [11, 4, 8], [2, 4, 3])):
-        assert not torch.equal(other, together)
-    rows = together.split([2, 4, 3])
-    assert abs(float((rows[0] * rows[1][:2]).mean())) < 0.02
-    assert noisy(features, 0.0, 3, 7, [11, 4, 8], [2, 4, 3]) is features
+    rows = documents([12, 9, 7])
+    head = random_head(target, rows, 40)
+
+    def noise(rows, seed=3, step=7):
+        inputs = prepare(target, head, rows, 2)
+        noised = noisy(replace(inputs, features=torch.zeros(len(inputs.batch.ids), 5000)), 0.5, seed, step)
+        return noised.features.split(inputs.batch.lengths)
+
+    together = noise(rows)
+    for alone, document in zip(noise(rows[::-1][:2]), together[::-1][:2], strict=True):
+        torch.testing.assert_close(alone, document, rtol=0, atol=0)
+    assert float(torch.cat(together).std()) == pytest.approx(0.5, rel=0.02)
+    assert abs(float(torch.cat(together).mean())) < 0.01
+    for other in (noise(rows, seed=4), noise(rows, step=8)):
+        assert all(not torch.equal(a, b) for a, b in zip(other, together, strict=True))
+    assert abs(float((together[0][:7] * together[2]).mean())) < 0.02
+    inputs = prepare(target, head, rows, 2)
+    assert noisy(inputs, 0.0, 3, 7) is inputs

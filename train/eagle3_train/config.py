@@ -85,7 +85,7 @@ class TTTConfig:
         steps: TTT steps in training, and the depth of the simulated chain.
         decay: weight of step k is decay^k.
         weights: decay, or dpace: times each row's expected gain in accepted length (D-PACE).
-        feature_noise: standard deviation of Gaussian noise on the features.
+        feature_noise: standard deviation of Gaussian noise on the features, in training alone.
         checkpointing: recompute each step in the backward pass (memory for time).
     """
 
@@ -135,8 +135,11 @@ class OptimConfig:
 
     def __post_init__(self):
         _one_of("optim.name", self.name, ("adamw", "muon", "adamw8bit"))
-        if self.lr <= 0 or self.clip <= 0 or self.weight_decay < 0:
-            raise ConfigError("optim.lr and optim.clip must be above 0, optim.weight_decay 0 or more")
+        if not (0 < self.lr < math.inf and self.clip > 0 and 0 <= self.weight_decay < math.inf):
+            raise ConfigError(
+                f"optim.lr {self.lr}, optim.clip {self.clip} and optim.weight_decay {self.weight_decay}: the first two "
+                "must be above 0, the last 0 or more"
+            )
         if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1 and 0 <= self.warmup_ratio < 1):
             raise ConfigError("optim.beta1, optim.beta2 and optim.warmup_ratio must be in [0, 1)")
         if not (0 <= self.momentum < 1 and 0 <= self.ema < 1):

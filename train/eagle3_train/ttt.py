@@ -5,7 +5,7 @@ rotary position t+k, and learns the teacher's distribution at t+1+k, i.e. predic
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -184,20 +184,18 @@ def dpace_weights(alpha: Tensor, counted: Tensor) -> Tensor:
     return table.cumprod(0).flip(0).cumsum(0).flip(0)[counted]
 
 
-def noisy(features: Tensor, std: float, seed: int, step: int, rows: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    """Features [T, F] plus Gaussian noise; a document's noise depends on (seed, step, its row) alone.
+def noisy(inputs: TTTBatch, std: float, seed: int, step: int) -> TTTBatch:
+    """The same batch with Gaussian noise on its features; a document's noise depends on (seed, step, its ids) alone.
 
     Args:
-        std: standard deviation; 0 = the features themselves.
-        rows: the number of each packed document in the data set.
-        lengths: tokens of each document, summing to T.
+        std: standard deviation; 0 = the batch itself.
     """
     if std == 0:
-        return features
-    noise = []
-    for row, length in zip(rows, lengths, strict=True):
-        digest = blake2b(f"{seed},{step},{row}".encode(), digest_size=8).digest()
+        return inputs
+    features, noise = inputs.features, []
+    for ids in inputs.batch.ids.cpu().split(inputs.batch.lengths):
+        digest = blake2b(f"{seed},{step},".encode() + ids.numpy().tobytes(), digest_size=8).digest()
         # drawn on the CPU, so that it is the same on every device
         draw = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-        noise.append(torch.randn(length, features.shape[1], generator=draw))
-    return features + std * torch.cat(noise).to(features.device, features.dtype)
+        noise.append(torch.randn(len(ids), features.shape[1], generator=draw))
+    return replace(inputs, features=features + std * torch.cat(noise).to(features.device, features.dtype))
