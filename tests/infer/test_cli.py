@@ -189,6 +189,8 @@ def test_warnings_are_notes_of_one_line_each_said_once(base, head_folder, tmp_pa
     config = json.loads((folder / "config.json").read_text())
     text = json.dumps(config).replace(Target.load(base[1]).fingerprint, "0" * 16)
     (folder / "config.json").write_text(text)
+    # loading here shows transformers' progress, unless a run before has turned it off
+    capsys.readouterr()
     before = warnings.showwarning
     assert main([*base, "--draft", str(folder), "--tree-top-k", "2,400", "--no-hf", "--limit", "1"]) == 0
     lines = capsys.readouterr().err.splitlines()
