@@ -11,12 +11,10 @@ run that was stopped goes on when the same command is given again. Of several pr
 
 import hashlib
 import os
-import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,28 +27,26 @@ from eagle3_infer.prompts import parse_prompt
 from eagle3_infer.request import Request, Result
 from eagle3_infer.settings import RunSettings
 from eagle3_train.chats import Message, parse_chat
-from eagle3_train.progress import Progress
-from eagle3_train.regenerated import (
-    AUTO,
-    CHAIN,
+from eagle3_train.conversations import (
     Conversation,
-    RegenerateConfig,
     Tally,
-    Turns,
     conversation,
     deduplicated,
     is_greedy,
     named,
     noise_key,
 )
+from eagle3_train.progress import Progress
+from eagle3_train.regenerate_config import AUTO, CHAIN, RegenerateConfig
 from eagle3_train.reply_file import ReplyFile, all_parts, check_manifest, part_path, read_ids
+from eagle3_train.signals import TERMINATED, Terminated, Termination
+from eagle3_train.turns import Turns
 
 if TYPE_CHECKING:
     from eagle3.target import Target
     from eagle3_infer.engine import Engine
 
 SHIPPED = "shipped"
-TERMINATED, INTERRUPTED = 128 + signal.SIGTERM, 128 + signal.SIGINT
 # chats that one run of the engine takes, per slot: its last rounds have empty slots
 CHATS_PER_SLOT = 16
 # between progress lines, on a terminal and in a log
@@ -59,36 +55,22 @@ SHOW_SECONDS = {True: 0.5, False: 30.0}
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code: 0, 2 on bad input or a full disk (one line on stderr), 130 or 143 when interrupted or terminated."""
+    termination = Termination()
     try:
-        config = load_config(RegenerateConfig, argv, description=__doc__)
-        with termination_raises():
-            regenerate(config)
+        regenerate(load_config(RegenerateConfig, argv, description=__doc__))
     except Eagle3Error as error:
         print(one_line(error), file=sys.stderr)
         return 2
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt as stop:
+    except (KeyboardInterrupt, Terminated) as stop:
+        # files are closed by now
         print("\nstopped; finished replies are in the file, the same command goes on", file=sys.stderr)
-        return TERMINATED if isinstance(stop, Terminated) else INTERRUPTED
-    return 0
-
-
-class Terminated(KeyboardInterrupt):
-    """SIGTERM, which ends the run as Ctrl-C does: files are closed first."""
-
-
-@contextmanager
-def termination_raises() -> Iterator[None]:
-    def leave(*_: Any) -> None:
-        raise Terminated
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
+        return TERMINATED if isinstance(stop, Terminated) else 130
     finally:
-        signal.signal(signal.SIGTERM, before)
+        termination.close()
+    return 0
 
 
 def regenerate(config: RegenerateConfig) -> None:

@@ -17,9 +17,11 @@ from eagle3.target import Target
 from eagle3_infer.models import load_target
 from eagle3_infer.settings import RunSettings
 from eagle3_train.chats import Chat, Message, parse_chat, read_chats
-from eagle3_train.regenerated import Conversation, RegenerateConfig, Turns, deduplicated, is_greedy, named, noise_key
+from eagle3_train.conversations import Conversation, deduplicated, is_greedy, named, noise_key
+from eagle3_train.regenerate_config import RegenerateConfig
 from eagle3_train.render import ChatRenderer
 from eagle3_train.reply_file import ReplyFile, all_parts, check_manifest, part_path, read_ids
+from eagle3_train.turns import Turns
 from oracles.script import ROOT
 from oracles.tiny import greedy, tiny_folder, tiny_tokenizer
 

@@ -7,6 +7,7 @@ template tag is used.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +16,8 @@ from eagle3.chats import render_ids, render_text
 from eagle3.errors import DataError
 from eagle3_train.chats import Chat
 
-_PROBES = ("Alpha", "Omega!")
+# contents that have nothing in common
+PROBES = ("Alpha", "Omega!")
 # rows of the same chats change with it: prepared rows of another rule are not used
 MASK_RULE = 2
 # a template that leaves these out renders another reply than the one that was given
@@ -208,7 +210,7 @@ class ChatRenderer:
         return TurnEnd(ids, kept)
 
     def _probe_texts(self, chat: Chat, index: int, where: str) -> list[str]:
-        return [self._text(chat, index, where, [{"role": "assistant", "content": p}]) for p in _PROBES]
+        return [self._text(chat, index, where, [{"role": "assistant", "content": p}]) for p in PROBES]
 
     def _reply_alone(self, chat: Chat, index: int, where: str) -> list[int]:
         """Tokenise the reply apart from its history, where the tokenizer would merge the two."""
@@ -239,8 +241,11 @@ class ChatRenderer:
         return {**self._options, "tools": chat.tools} if chat.tools else self._options
 
 
+def shared_start(a: str, b: str) -> str:
+    """What two texts begin with in common."""
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))
+    return "".join(letter for letter, _ in same)
+
+
 def _common_suffix(a: str, b: str) -> int:
-    length = 0
-    while length < min(len(a), len(b)) and a[-1 - length] == b[-1 - length]:
-        length += 1
-    return length
+    return len(shared_start(a[::-1], b[::-1]))
