@@ -124,5 +124,6 @@ def flat_ids(ids: Any) -> list[int]:
 def _apply(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **settings: Any) -> Any:
     try:
         return tokenizer.apply_chat_template(messages, **settings)
-    except Exception as error:  # a template is foreign code: it may raise anything
+    # a template is foreign code: it may raise anything
+    except Exception as error:
         raise DataError(f"the chat template failed: {type(error).__name__}: {error}") from error

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from eagle3.config import load_config
 from eagle3.errors import ConfigError, Eagle3Error, one_line
-from eagle3_train.config import TrainConfig
+from eagle3_train.config import COVERAGE_SIZES, TrainConfig
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class MapConfig(TrainConfig):
     """
 
     map: str | None = None
-    sizes: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384, 32768)
+    sizes: tuple[int, ...] = COVERAGE_SIZES
 
     def __post_init__(self):
         super().__post_init__()

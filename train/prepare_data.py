@@ -16,9 +16,7 @@ from typing import Any
 
 from eagle3.config import load_config
 from eagle3.errors import Eagle3Error, one_line
-from eagle3_train.config import TrainConfig
-
-COVERAGE_SIZES = (1024, 2048, 4096, 8192, 16384, 32768)
+from eagle3_train.config import COVERAGE_SIZES, TrainConfig
 
 
 @dataclass(frozen=True)

@@ -120,6 +120,8 @@ def test_flag_that_nobody_knows(fails):
         ({"optim__final_ratio": -5}, "optim.final_ratio is -5"),
         ({"optim__name": "lion"}, "optim.name is 'lion'; use adamw, muon or adamw8bit"),
         ({"optim__ema": 1.0}, "optim.ema must be in [0, 1)"),
+        ({"data__streaming": "true", "data__workers": 2}, "data.workers is 2, but each process renders a stream"),
+        ({"init_head": "x", "data__vocab_map": "y"}, "init_head brings its own vocabulary map"),
         ({"eval__every": 0}, "eval.every is 0"),
         ({"eval__patience": -1}, "eval.patience is -1"),
         ({"eval__engine_every": 5, "features__source": "offline", "features__store": "x"}, "eval.engine_every: 0"),

@@ -12,7 +12,8 @@ from eagle3.errors import ConfigError, DataError, EmptyLossMaskError
 from eagle3.vocab import VocabMap
 from eagle3_train import data
 from eagle3_train.chats import read_chats
-from eagle3_train.data import DataReport, split_rows, token_counts
+from eagle3_train.data import split_rows, token_counts
+from eagle3_train.data_report import DataReport
 from eagle3_train.render import ChatRenderer, Row
 from eagle3_train.sources import open_sources
 from oracles.tiny import tiny_tokenizer

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from eagle3.errors import DataError
-from eagle3_train import prepared
+from eagle3_train import builder, prepared
 from eagle3_train.config import DataConfig, TrainConfig
 from eagle3_train.data import token_counts
 from eagle3_train.prepared import prepare_rows, rows_key
@@ -129,7 +129,7 @@ def test_half_a_folder_is_made_anew(build, config, tmp_path, damage):
 
 def test_leftovers_of_killed_builds_are_removed(build, config, tmp_path):
     (tmp_path / "rows").mkdir()
-    dead = [f".{'0' * 16}.{prepared._node()}.{pid}.tmp" for pid in (4_000_000, os.getpid())]
+    dead = [f".{'0' * 16}.{builder.node()}.{pid}.tmp" for pid in (4_000_000, os.getpid())]
     for name in dead:
         (tmp_path / "rows" / name).mkdir()
     build(config)
@@ -225,7 +225,7 @@ def slow(seconds):
 
 def test_ranks_wait_for_the_one_that_prepares(ranks, build, config, tmp_path, capfd):
     def impatient():
-        prepared._TELL = 0.3
+        builder._TELL = 0.3
 
     ranks.start(1, impatient)
     time.sleep(0.5)
@@ -262,7 +262,7 @@ def test_the_builder_dies(ranks):
 def test_what_an_earlier_run_said_is_ignored(ranks, state, text):
     ranks.folder.mkdir()
     old = {"state": state, "text": text, "pid": 4_000_000, "created": time.time() - DAY, "at": time.time() - DAY}
-    prepared._notice_file(ranks.folder).write_text(json.dumps(old))
+    builder.notice_file(ranks.folder).write_text(json.dumps(old))
     ranks.start(1)
     time.sleep(0.5)
     ranks.start(0)
@@ -273,7 +273,7 @@ def test_what_an_earlier_run_said_is_ignored(ranks, state, text):
 
 def test_nobody_prepares(ranks):
     def impatient():
-        prepared._NOBODY = 0.5
+        builder._NOBODY = 0.5
 
     ranks.start(1, impatient)
     assert "no local rank 0 has begun to prepare rows" in ranks.results()[0]

@@ -131,6 +131,10 @@ def test_a_saved_data_set(tmp_path):
     data = datasets.Dataset.from_list(TABLE)
     data.save_to_disk(tmp_path / "saved")
     assert rows(tmp_path / "saved") == TABLE
+    (before,) = (source.stamp() for source in open_sources([str(tmp_path / "saved")]))
+    datasets.Dataset.from_list(TABLE[:1]).save_to_disk(tmp_path / "saved")
+    (after,) = (source.stamp() for source in open_sources([str(tmp_path / "saved")]))
+    assert before != after, "a stream over other data would pass for the same one"
     datasets.DatasetDict({"one": data, "two": data}).save_to_disk(tmp_path / "both")
     assert rows(tmp_path / "both/two") == TABLE
     with pytest.raises(DataError, match=r"several splits; name one of .*both/one, .*both/two"):

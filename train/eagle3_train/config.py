@@ -11,6 +11,9 @@ from eagle3.embedded import EMBEDDED
 from eagle3.errors import ConfigError
 from eagle3_kernels.loss_terms import check_terms
 
+# draft vocabularies whose coverage is shown
+COVERAGE_SIZES = (1024, 2048, 4096, 8192, 16384, 32768)
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -45,6 +48,11 @@ class DataConfig:
         _at_least("data.eval_rows", self.eval_rows, 1)
         _at_least("data.shuffle_buffer", self.shuffle_buffer, 1)
         _at_least("data.workers", self.workers, 1)
+        if self.streaming and self.workers > 1:
+            raise ConfigError(
+                f"data.workers is {self.workers}, but each process renders a stream by itself as it trains; set "
+                "data.workers: 1"
+            )
 
 
 @dataclass(frozen=True)
@@ -258,8 +266,13 @@ class TrainConfig:
             _at_least("threads", self.threads, 1)
         if not -(2**63) <= self.seed < 2**63:
             raise ConfigError(f"seed is {self.seed}; it must fit 64 bits")
-        if self.resume not in ("auto", "never"):
-            raise ConfigError(f"resume is {self.resume!r}; use auto or never")
+        _one_of("resume", self.resume, ("auto", "never"))
+        _one_of("autocast", self.autocast, ("bfloat16", "float32"))
+        if self.init_head is not None and self.data.vocab_map is not None:
+            raise ConfigError(
+                "init_head brings its own vocabulary map, which belongs to its weights; leave out data.vocab_map "
+                "(--data.vocab_map null)"
+            )
         if self.data.streaming and self.features.source != "online":
             raise ConfigError(
                 f"features.source is {self.features.source}, which keeps every chat; with data.streaming use online"
@@ -271,8 +284,6 @@ class TrainConfig:
             )
         if not re.fullmatch(r"auto|(cpu|cuda|mps|xpu|npu)(:\d+)?", self.device):
             raise ConfigError(f"device is {self.device!r}; use auto, cpu, cuda or cuda:0")
-        if self.autocast not in ("bfloat16", "float32"):
-            raise ConfigError(f"autocast is {self.autocast!r}; use bfloat16 or float32")
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

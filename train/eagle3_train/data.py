@@ -6,15 +6,9 @@ Rows are a `datasets.Dataset` over a memory-mapped Arrow file, with `input_ids`,
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import multiprocessing
 import time
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,66 +18,18 @@ from torch import Tensor
 
 from eagle3.errors import ConfigError, DataError, EmptyLossMaskError
 from eagle3_train.batches import supervised
-from eagle3_train.chats import Chat, parse_chat
-from eagle3_train.render import ChatRenderer, Learned
+from eagle3_train.chats import parse_chat
+from eagle3_train.data_report import DataReport, SourceReport
+from eagle3_train.render import ChatRenderer
+from eagle3_train.rendering import digest_of, rendering
 from eagle3_train.sources import Source
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-# ids, span ids and key of the prompt
-RowArrays = tuple[np.ndarray, np.ndarray, int]
-Rendered = tuple[Chat, list[RowArrays]]
-_ROWS_PER_BLOCK, _CHATS_PER_WORKER = 512, 128
+_ROWS_PER_BLOCK = 512
 # seconds between two lines about the progress
 _TELL = 30.0
-
-
-@dataclass
-class SourceReport:
-    """What became of the chats of one source; `forms` counts them by form."""
-
-    name: str
-    forms: dict[str, int] = field(default_factory=dict)
-    rows_kept: int = 0
-    rows_dropped: int = 0
-
-    def __str__(self) -> str:
-        forms = ", ".join(f"{count:,} x {form}" for form, count in self.forms.items()) or "no chats"
-        return f"{self.name}: {forms}; rows kept {self.rows_kept:,}, dropped {self.rows_dropped:,}"
-
-
-@dataclass
-class DataReport:
-    """What became of the chats; `str()` is the table that users see. A chat without a reply counts as a dropped row."""
-
-    chats_read: int = 0
-    rows_rendered: int = 0
-    rows_kept: int = 0
-    rows_truncated: int = 0
-    dropped_no_reply: int = 0
-    dropped_after_truncation: int = 0
-    dropped_duplicate: int = 0
-    tokens: int = 0
-    supervised_tokens: int = 0
-    greedy_rows: int = 0
-    train_rows: int = 0
-    eval_rows: int = 0
-    eval_rows_not_greedy: int = 0
-    sources: list[SourceReport] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> DataReport:
-        return cls(**{**fields, "sources": [SourceReport(**source) for source in fields["sources"]]})
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def __str__(self) -> str:
-        counts = {name: count for name, count in asdict(self).items() if isinstance(count, int)}
-        table = [f"{name.replace('_', ' '):<26}{count:>12,}" for name, count in counts.items()]
-        return "\n".join([*map(str, self.sources), *table, *(f"note: {note}" for note in self.notes)])
 
 
 def build_rows(
@@ -122,7 +68,7 @@ def supervised_rows(
     if max_length < 3:
         raise ConfigError(f"max_length is {max_length}; a row needs 3 tokens or more to supervise one")
     seen: set[bytes] | None = None if streaming else set()
-    with _rendering(renderer, workers) as rendered:
+    with rendering(renderer, workers) as rendered:
         for source in sources:
             report.sources.append(mine := SourceReport(source.name))
             for chat, rows in rendered(parse_chat(row, place) for place, row in source.rows(streaming)):
@@ -139,46 +85,6 @@ def supervised_rows(
                 mine.rows_dropped += max(1, len(rows)) - kept
 
 
-@contextmanager
-def _rendering(renderer: ChatRenderer, workers: int) -> Iterator[Callable[[Iterable[Chat]], Iterator[Rendered]]]:
-    """What turns chats into (chat, its rows) in order: in this process, or in `workers` others."""
-    if workers == 1:
-        yield lambda chats: ((chat, _rows_of(chat, renderer)) for chat in chats)
-        return
-    # spawned: a fork of a process with threads may hang
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, _take_renderer, (renderer,)) as pool:
-        yield lambda chats: _rendered_elsewhere(chats, renderer, pool, workers)
-
-
-def _rendered_elsewhere(
-    chats: Iterable[Chat], renderer: ChatRenderer, pool: ProcessPoolExecutor, workers: int
-) -> Iterator[Rendered]:
-    chats = iter(chats)
-    # a block at a time: the executor takes in all that it is given
-    while block := list(itertools.islice(chats, _CHATS_PER_WORKER * workers)):
-        try:
-            for chat, (rows, learned) in zip(block, pool.map(_render_here, block, chunksize=16), strict=True):
-                renderer.merge(learned)
-                yield chat, rows
-        except BrokenProcessPool:
-            raise DataError("a process that renders chats died: too little memory for data.workers?") from None
-
-
-_renderer_here: ChatRenderer | None = None
-
-
-def _take_renderer(renderer: ChatRenderer) -> None:
-    global _renderer_here
-    _renderer_here = renderer
-
-
-def _render_here(chat: Chat) -> tuple[list[RowArrays], Learned]:
-    assert _renderer_here is not None
-    rows = _rows_of(chat, _renderer_here)
-    return rows, _renderer_here.learned
-
-
 def _told(rows: Iterator[dict[str, Any]], report: DataReport) -> Iterator[dict[str, Any]]:
     """The rows; long work says every while how far it is."""
     began = told = time.monotonic()
@@ -188,18 +94,6 @@ def _told(rows: Iterator[dict[str, Any]], report: DataReport) -> Iterator[dict[s
             done = f"{report.chats_read:,} chats read, {report.rows_kept:,} rows kept"
             print(f"rows: {done} ({now - began:.0f} s)", flush=True)
         yield row
-
-
-def _rows_of(chat: Chat, renderer: ChatRenderer) -> list[RowArrays]:
-    """(ids, span ids, key of the prompt) of each row of a chat."""
-    return [
-        (
-            np.array(row.input_ids, dtype=np.int32),
-            np.array(row.span_ids, dtype=np.int32),
-            int.from_bytes(_digest(np.array(row.prompt_ids, dtype=np.int32))[:8], "little") >> 1,
-        )
-        for row in renderer.rows(chat)
-    ]
 
 
 def _checked(
@@ -214,7 +108,7 @@ def _checked(
         report.dropped_no_reply += not cut
         return None
     if seen is not None:
-        if (digest := _digest(ids, spans)) in seen:
+        if (digest := digest_of(ids, spans)) in seen:
             report.dropped_duplicate += 1
             return None
         seen.add(digest)
@@ -313,10 +207,3 @@ def _key_limit(keys: np.ndarray, rows: int) -> np.uint64:
     if rows >= len(keys):
         raise DataError(f"eval_rows is {rows}, but there are only {len(keys)} rows that could be held out")
     return np.sort(keys)[rows - 1]
-
-
-def _digest(*arrays: np.ndarray) -> bytes:
-    digest = hashlib.blake2b(digest_size=16)
-    for array in arrays:
-        digest.update(np.asarray(array, dtype=np.int32).tobytes() + b"|")
-    return digest.digest()

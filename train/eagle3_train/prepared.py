@@ -1,9 +1,7 @@
 """Rows made once per machine and read by all of its processes, before any process group exists.
 
 `<output>/data/<key>` holds rows.arrow, counts.safetensors and manifest.json. It is renamed into place when it is whole;
-the key covers all that the rows depend on. Local rank 0 makes it. What it is doing stands in the folder's
-`builder-*.json`, by which the other ranks wait, load, or fail for the same reason: no collective is involved, so
-none can time out.
+the key covers all that the rows depend on. Local rank 0 makes it, the others wait (eagle3_train.builder).
 """
 
 from __future__ import annotations
@@ -12,10 +10,8 @@ import hashlib
 import json
 import os
 import shutil
-import socket
-import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -27,11 +23,11 @@ from accelerate.utils import get_int_from_env
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from eagle3.errors import DataError, Eagle3Error
+from eagle3.errors import DataError
 from eagle3_train.batches import RowStream, ShuffledRows
+from eagle3_train.builder import node, notice_file, telling, wait_for_rows
 from eagle3_train.config import DataConfig, TrainConfig
 from eagle3_train.data import (
-    DataReport,
     build_rows,
     check_kept,
     read_rows,
@@ -40,6 +36,7 @@ from eagle3_train.data import (
     token_counts,
     write_rows,
 )
+from eagle3_train.data_report import DataReport
 from eagle3_train.render import MASK_RULE, ChatRenderer
 from eagle3_train.sources import Source, open_sources
 from eagle3_train.streams import StreamedRows
@@ -51,8 +48,6 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 LOCAL_RANK = ("LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK")
-# seconds: between looks at the builder, between lines about it, and without any builder before giving up
-_POLL, _TELL, _NOBODY = 0.2, 30.0, 300.0
 
 
 @dataclass(frozen=True)
@@ -100,13 +95,13 @@ def prepare_rows(config: TrainConfig, tokenizer: Any, eos_ids: Iterable[int], fo
     renderer = ChatRenderer(tokenizer, eos_ids, config.data.template_options)
     sources = open_sources(config.data.files)
     if get_int_from_env(LOCAL_RANK, 0) == 0:
-        with _telling(_notice_file(folder)) as notice:
+        with telling(notice_file(folder)) as notice:
             key = rows_key(config.data, renderer, sources)
             if not _is_whole(folder / key):
                 _build(config.data, renderer, sources, folder / key)
             notice.tell("ready", key)
     else:
-        key = _wait(_notice_file(folder))
+        key = wait_for_rows(notice_file(folder))
     return _load(folder / key, config.data, renderer, sources)
 
 
@@ -132,7 +127,7 @@ def rows_key(data: DataConfig, renderer: ChatRenderer, sources: list[Source]) ->
 
 def _build(data: DataConfig, renderer: ChatRenderer, sources: list[Source], final: Path) -> None:
     """Write the folder `final`, under a temporary name until it is whole."""
-    part = final.with_name(f".{final.name}.{_node()}.{os.getpid()}.tmp")
+    part = final.with_name(f".{final.name}.{node()}.{os.getpid()}.tmp")
     try:
         _remove_leftovers(final)
         part.mkdir(parents=True)
@@ -204,101 +199,6 @@ def _remove_leftovers(final: Path) -> None:
     """Remove what a build of this folder left that was killed on this machine, or that was damaged since."""
     if final.exists():
         shutil.rmtree(final)
-    for part in final.parent.glob(f".*.{_node()}.*.tmp"):
+    for part in final.parent.glob(f".*.{node()}.*.tmp"):
         if not psutil.pid_exists(int(part.name.split(".")[-2])):
             shutil.rmtree(part, ignore_errors=True)
-
-
-def _node() -> str:
-    """This machine, or torchrun's group on it (two of a test may share a machine)."""
-    return f"{socket.gethostname().split('.')[0]}-{os.environ.get('GROUP_RANK', '0')}"
-
-
-def _notice_file(folder: Path) -> Path:
-    return folder / f"builder-{_node()}.json"
-
-
-@dataclass(frozen=True)
-class Notice:
-    """What the builder says of itself.
-
-    state: building, ready (text: the rows' key) or failed (text: the reason); pid, created: of its process; at: when
-    this was written. Times are seconds of this machine's clock.
-    """
-
-    state: str
-    text: str
-    pid: int
-    created: float
-    at: float
-
-    @property
-    def alive(self) -> bool:
-        try:
-            process = psutil.Process(self.pid)
-            return abs(process.create_time() - self.created) < 1 and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.Error:
-            return False
-
-
-@dataclass(frozen=True)
-class _Teller:
-    file: Path
-
-    def tell(self, state: str, text: str = "") -> None:
-        me = psutil.Process()
-        write_json(self.file, vars(Notice(state, text, me.pid, me.create_time(), time.time())))
-
-
-@contextmanager
-def _telling(file: Path) -> Iterator[_Teller]:
-    """Say what becomes of a build; a failure's reason reaches the waiting ranks."""
-    teller = _Teller(file)
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        teller.tell("building")
-    except OSError as error:
-        raise DataError(f"{file.parent} cannot be written: {error}; give another output") from error
-    try:
-        yield teller
-    except Eagle3Error as error:
-        # on a full disk it cannot be said: the ranks then see that this process is gone
-        with suppress(OSError):
-            teller.tell("failed", str(error))
-        raise
-
-
-def _read_notice(file: Path) -> Notice | None:
-    try:
-        return Notice(**json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return None
-
-
-def _wait(file: Path) -> str:
-    """The key of the rows that this machine's local rank 0 makes.
-
-    A notice of an earlier run is ignored: its process is gone, and it was written before this one began.
-    """
-    began, told = time.monotonic(), 0.0
-    # of two processes that begin at once, the builder may fail before the other is there
-    born = psutil.Process().create_time() - 2
-    seen = False
-    while True:
-        notice = _read_notice(file)
-        if notice is not None and (notice.alive or notice.at >= born):
-            seen = True
-            if notice.state == "failed":
-                raise DataError(notice.text)
-            if notice.state == "ready" and notice.alive:
-                return notice.text
-            if not notice.alive:
-                raise DataError(f"local rank 0 (process {notice.pid}) ended while it prepared the rows: see its output")
-        waited = time.monotonic() - began
-        if not seen and waited > _NOBODY:
-            raise DataError(f"no local rank 0 has begun to prepare rows in {file.parent} for {waited:.0f} s")
-        if waited - told > _TELL:
-            told = waited
-            by = f"process {notice.pid} prepares the rows" if seen and notice else "waiting for local rank 0"
-            print(f"rank {os.environ.get('RANK', '?')}: {by} ({waited:.0f} s)", flush=True)
-        time.sleep(_POLL)

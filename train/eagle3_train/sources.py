@@ -139,7 +139,7 @@ class _DatasetSource:
         return self._dataset._fingerprint
 
     def stamp(self) -> str:
-        return self.name
+        return self.digest()
 
 
 class SavedSource(_DatasetSource):
@@ -162,6 +162,10 @@ class HubSource(_DatasetSource):
         if (parsed := _HUB.fullmatch(name)) is None:
             raise DataError(f"{name!r}: write hub:org/name, hub:org/name@split or hub:org/name:config@split")
         self.path, self.config, self.split = parsed["path"], parsed["config"], parsed["split"] or "train"
+
+    def stamp(self) -> str:
+        # its digest would download all of it
+        return self.name
 
     def _load(self, streaming: bool) -> Any:
         import datasets

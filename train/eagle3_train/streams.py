@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from eagle3.errors import DataError
-from eagle3_train.data import DataReport, supervised_rows
+from eagle3_train.data import supervised_rows
+from eagle3_train.data_report import DataReport
 from eagle3_train.render import ChatRenderer
 from eagle3_train.sources import Source
 

@@ -50,13 +50,11 @@ class Trackers:
         options = self.init_kwargs(resume_step)
         try:
             accelerator.init_trackers(self.project, settings, init_kwargs=options)
-        except Exception as error:  # wandb raises its own errors, and is not always installed
+        # wandb raises its own errors, and is not always installed
+        except Exception as error:
             if "wandb" not in self.names or os.environ.get("WANDB_MODE"):
                 raise ConfigError(f"tracker {', '.join(self.names)} cannot start: {error}") from error
-            print(
-                f"wandb cannot start online ({error}); its run is kept offline in {self.folder}",
-                file=sys.stderr,
-            )
+            print(f"wandb cannot start online ({error}); its run is kept offline in {self.folder}", file=sys.stderr)
             # accelerate keeps the tracker that failed, and would start it again
             accelerator.trackers.clear()
             options["wandb"]["mode"] = "offline"
