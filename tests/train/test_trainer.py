@@ -202,6 +202,27 @@ def test_resume_tells_what_changed(made, tmp_path, capsys):
     assert any(line.startswith("resumed at step 2 from ") for line in lines)
 
 
+def test_resume_with_another_optimiser_and_loss(made, tmp_path, capsys):
+    """Muon's state given to AdamW, which is lost without its step count; a term that left the loss, in silence."""
+    run = train(made, tmp_path / "run", max_steps=2, optim__name="muon", loss="{kl: 1.0, tv: 0.5}")
+    capsys.readouterr()
+    train(made, run, max_steps=2, optim__name="muon", loss="{kl: 1.0, tv: 0.5}", eval__every=3)
+    assert "changed: " not in capsys.readouterr().out
+    train(made, run, max_steps=3, optim__name="adamw", loss="{kl: 1.0}", log_every=2)
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    told = [line.removeprefix("changed: ") for line in lines if line.startswith("changed: ")]
+    assert sorted(told) == [
+        "loss.tv: 0.5 -> None",
+        "max_steps: 2 -> 3",
+        "optim.name: muon -> adamw",
+        "the optimiser's state is new",
+    ]
+    assert any(
+        name.endswith("q_proj.weight/exp_avg")
+        for name in load_file(run / "checkpoints/step-00000003/optimizer.safetensors")
+    )
+
+
 def test_the_target_is_not_trained(made, tmp_path, monkeypatch):
     """Its parameters in the optimiser or the checkpoints (which would be as large as the target), or changed."""
     seen, load_parts, make = {}, run_module.load_parts, optim_module.make_optimizer

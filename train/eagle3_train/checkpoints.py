@@ -106,7 +106,8 @@ class Checkpoints:
             ) from error
 
     def load(self, path: Path, config: TrainConfig, head_config: Any) -> Resumed:
-        """Restore a checkpoint, whatever framework and number of processes wrote it.
+        """Restore a checkpoint, whatever framework and number of processes wrote it. The state of another optimiser
+        than the run's now serves nothing: that begins anew.
 
         Raises:
             ConfigError: the head's architecture differs.
@@ -114,10 +115,14 @@ class Checkpoints:
         """
         files: dict[str, dict[str, Tensor]] = {}
         record = self.parallel.on_main(lambda: _read(path, _plain(head_config), files))
-        states = _states(files.get(STATES, {}), record["numbers"])
+        same = record["config"]["optim"]["name"] == config.optim.name
+        states = _states(files.get(STATES, {}), record["numbers"]) if same else {}
         self.parallel.load(files.get(WEIGHTS, {}), states)
         average = self.parallel.localize(files.get(AVERAGE, {})) if AVERAGE in record["files"] else None
-        return Resumed(RunState(**record["state"]), average, _changes(record["config"], _plain(config)))
+        changes = _changes(record["config"], _plain(config))
+        return Resumed(
+            RunState(**record["state"]), average, changes + ([] if same else ["the optimiser's state is new"])
+        )
 
 
 def _newest(folder: Path, before: str = "~") -> Path | None:
@@ -218,7 +223,10 @@ def _plain(config: Any) -> dict[str, Any]:
 
 
 def _changes(old: Any, new: Any, name: str = "") -> list[str]:
+    if name in FREE:
+        return []
     if isinstance(old, dict) and isinstance(new, dict):
-        inner = [_changes(old.get(k), v, f"{name}.{k}" if name else k) for k, v in new.items()]
+        # a term that is gone from the loss is a change too
+        inner = [_changes(old.get(k), new.get(k), f"{name}.{k}" if name else k) for k in {**old, **new}]
         return [change for part in inner for change in part]
-    return [] if old == new or name in FREE else [f"{name}: {old} -> {new}"]
+    return [] if old == new else [f"{name}: {old} -> {new}"]
