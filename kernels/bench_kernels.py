@@ -2,10 +2,10 @@
 
     python kernels/bench_kernels.py [--op tree_attention ...] [--dtype bfloat16 ...] [--csv kernels.csv] [--fast]
     python kernels/bench_kernels.py --dry      # no GPU: builds small inputs, runs both implementations once
-    python kernels/bench_kernels.py --paper    # the traffic table of kernels/README.md
+    python kernels/bench_kernels.py --paper    # the traffic tables of kernels/README.md
 
-Shapes are Llama-3.1-8B's (eagle3_kernels.traffic). The floor of an op is max(bytes it must move / copy bandwidth,
-flops it must compute / GEMM rate), both measured here first. Times are medians with a cold L2.
+Shapes are Llama-3.1-8B's (eagle3_kernels.traffic, training_traffic). The floor of an op is max(bytes it must move /
+copy bandwidth, flops it must compute / GEMM rate), both measured here first. Times are medians with a cold L2.
 """
 
 import argparse
@@ -29,11 +29,14 @@ from eagle3_kernels import traffic
 from eagle3_kernels.dispatch import set_kernels
 from eagle3_kernels.interpreter import mend_interpreter
 from eagle3_kernels.traffic import Cost, Model, Round
-from eagle3_kernels.workloads import WORKS, Place
+from eagle3_kernels.training_traffic import BATCHES, TRAINING_OPS, Packed, training_table
+from eagle3_kernels.training_workloads import TRAINING_WORKS, TrainingPlace
+from eagle3_kernels.workloads import WORKS, Place, Work
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 # ops whose numbers are integers or float32, whatever the model's dtype
 ONE_DTYPE = {"expand_level", "build_tree", "verify_match", "verify_target_only", "gather_first_step"}
+ALL = [*WORKS, *TRAINING_WORKS]
 SMALL = Model(layers=2, heads=4, kv_heads=2, head_dim=16, hidden=64, vocab=320, draft_vocab=96)
 
 
@@ -80,12 +83,33 @@ def measured_rates(dtype: torch.dtype) -> Rates:
     return Rates(copy, 2 * size**3 / (measure(lambda: left @ right)[0] / 1e6))
 
 
-def bench(name: str, at: Place, rates: Rates) -> dict[str, Any]:
+def place(device: str, dtype: str, model: Model, shape: Round | Packed) -> Place | TrainingPlace:
+    at = torch.device(device), DTYPES[dtype], model
+    return Place(*at, shape) if isinstance(shape, Round) else TrainingPlace(*at, shape)
+
+
+def prepare(name: str, at: Place | TrainingPlace) -> Work:
+    return WORKS[name](at) if isinstance(at, Place) else TRAINING_WORKS[name](at)
+
+
+def on_paper(name: str, model: Model, shape: Round | Packed) -> Cost:
+    """What the op must spend."""
+    return (traffic.OPS[name](model, shape) if isinstance(shape, Round) else TRAINING_OPS[name](model, shape)).must
+
+
+def described(at: Place | TrainingPlace) -> dict[str, Any]:
+    dtype = str(at.dtype).removeprefix("torch.")
+    if isinstance(at, Place):
+        return {"dtype": dtype, "batch": at.round.batch, "nodes": at.round.nodes}
+    return {"dtype": dtype, "documents": at.batch.documents, "tokens": at.batch.tokens}
+
+
+def bench(name: str, at: Place | TrainingPlace, rates: Rates) -> dict[str, Any]:
     """One line of the table."""
-    cost = traffic.OPS[name](at.model, at.round)
-    row: dict[str, Any] = {"op": name, "dtype": _name(at.dtype), "batch": at.round.batch, "nodes": at.round.nodes}
+    cost = on_paper(name, at.model, at.round if isinstance(at, Place) else at.batch)
+    row: dict[str, Any] = {"op": name, **described(at)}
     try:
-        work = WORKS[name](at)
+        work = prepare(name, at)
         set_kernels("triton")
         median, low, high = measure(work.run)
         set_kernels("torch")
@@ -95,7 +119,7 @@ def bench(name: str, at: Place, rates: Rates) -> dict[str, Any]:
         return row | {"skipped": "out of memory"}
     finally:
         set_kernels(None)
-    floor = rates.floor(cost.must)
+    floor = rates.floor(cost)
     best = min([reference, *own.values()])
     return row | {
         "triton_us": median,
@@ -106,45 +130,52 @@ def bench(name: str, at: Place, rates: Rates) -> dict[str, Any]:
         "floor_us": floor,
         "of_floor": floor / median,
         "speedup": best / median,
-        "bytes": cost.must.bytes,
-        "flops": cost.must.flops,
+        "bytes": cost.bytes,
+        "flops": cost.flops,
     }
 
 
+SHAPES = {"batch": ">9", "nodes": ">6"}, {"documents": ">9", "tokens": ">6"}
 COLUMNS = {
-    "op": "<20", "dtype": "<9", "batch": ">5", "nodes": ">5", "triton_us": ">10.1f", "reference_us": ">12.1f",
-    "floor_us": ">9.2f", "of_floor": ">8.0%", "speedup": ">8.2f", "own": "<",
+    "triton_us": ">10.1f", "reference_us": ">12.1f", "floor_us": ">9.2f", "of_floor": ">8.0%", "speedup": ">8.2f",
+    "own": "<",
 }  # fmt: skip
 
 
+def columns(training: bool) -> dict[str, str]:
+    return {"op": "<20", "dtype": "<9", **SHAPES[training], **COLUMNS}
+
+
 def line(row: dict[str, Any]) -> str:
+    form = columns("tokens" in row)
     if "skipped" in row:
-        return f"{row['op']:<20} {row['dtype']:<9} {row['batch']:>5} {row['nodes']:>5} {row['skipped']}"
-    return " ".join(format(row[name], spec) for name, spec in COLUMNS.items())
+        return " ".join([*(format(row[name], spec) for name, spec in form.items() if name in row), row["skipped"]])
+    return " ".join(format(row[name], spec) for name, spec in form.items())
 
 
-def header() -> str:
-    return " ".join(format(name, spec.split(".")[0].rstrip("%f")) for name, spec in COLUMNS.items())
+def header(training: bool) -> str:
+    return " ".join(format(name, spec.split(".")[0].rstrip("%f")) for name, spec in columns(training).items())
 
 
-def planned(options: argparse.Namespace) -> Iterator[tuple[str, str, Round]]:
+def planned(options: argparse.Namespace) -> Iterator[tuple[str, str, Round | Packed]]:
     rounds = [x for x in traffic.PAPER if not options.fast or x.batch == 1 or x.nodes == 8]
-    for name, dtype, x in product(options.op, options.dtype, rounds):
+    for name, dtype in product(options.op, options.dtype):
         if name not in ONE_DTYPE or dtype == options.dtype[0]:
-            yield name, dtype, x
+            for shape in BATCHES.get(name, rounds):
+                yield name, dtype, shape
 
 
 def run_on_gpu(options: argparse.Namespace) -> list[dict[str, Any]]:
-    device = torch.device("cuda")
     rows: list[dict[str, Any]] = []
     rates = {name: measured_rates(DTYPES[name]) for name in options.dtype}
     for name, rate in rates.items():
         gpu, copy, gemm = torch.cuda.get_device_name(), rate.copy / 1e9, rate.gemm / 1e12
         print(f"{gpu}: copy {copy:.0f} GB/s, {name} GEMM {gemm:.1f} Tflop/s")
-    print(header())
     for name, dtype, x in planned(options):
-        model = Model(value_bytes=DTYPES[dtype].itemsize)
-        rows.append(bench(name, Place(device, DTYPES[dtype], model, x), rates[dtype]))
+        rows.append(bench(name, place("cuda", dtype, Model(value_bytes=DTYPES[dtype].itemsize), x), rates[dtype]))
+        training = "tokens" in rows[-1]
+        if len(rows) == 1 or training != ("tokens" in rows[-2]):
+            print(header(training))
         print(line(rows[-1]), flush=True)
         torch.cuda.empty_cache()
     return rows
@@ -154,18 +185,22 @@ def dry_run(options: argparse.Namespace) -> None:
     """Every op once on small inputs, in torch and in Triton's interpreter; prints what a GPU would run."""
     mend_interpreter()
     for name, dtype, x in planned(options):
-        small = replace(x, batch=min(x.batch, 2), context=40)
-        at = Place(torch.device("cpu"), DTYPES[dtype], SMALL, small)
-        work = WORKS[name](at)
+        training = isinstance(x, Packed)
+        small = replace(x, length=20) if training else replace(x, batch=min(x.batch, 2), context=40)
+        work = prepare(name, place("cpu", dtype, SMALL, small))
         for kernels in ("torch", "triton"):
             set_kernels(kernels)
             work.run()
         set_kernels(None)
         for run in work.own.values():
             run()
-        cost = traffic.OPS[name](Model(value_bytes=DTYPES[dtype].itemsize), x).must
+        cost = on_paper(name, Model(value_bytes=DTYPES[dtype].itemsize), x)
         must = f"{traffic.amount(cost.bytes)}B, {traffic.amount(cost.flops)}flop"
-        shape = f"batch {x.batch:>2}, {x.nodes:>2} nodes, {x.context} rows"
+        shape = (
+            f"{x.documents} documents of {x.length}"
+            if isinstance(x, Packed)
+            else f"batch {x.batch:>2}, {x.nodes:>2} nodes, {x.context} rows"
+        )
         print(f"{name:<20} {dtype:<9} {shape}: {must}; against {', '.join(['reference', *work.own])}", flush=True)
     print("both implementations ran on every input")
 
@@ -180,13 +215,9 @@ def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
     partial_file.replace(path)
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--op", nargs="+", choices=list(WORKS), default=list(WORKS))
+    parser.add_argument("--op", nargs="+", choices=ALL, default=ALL)
     parser.add_argument("--dtype", nargs="+", choices=list(DTYPES), default=["bfloat16"])
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--fast", action="store_true", help="without the largest round (batch 32, 60 nodes)")
@@ -194,7 +225,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--paper", action="store_true", help="traffic on paper, as markdown")
     options = parser.parse_args(arguments)
     if options.paper:
-        print("\n".join(traffic.paper_table()))
+        print("\n".join([*traffic.paper_table(), "", *training_table()]))
     elif options.dry:
         dry_run(options)
     elif not torch.cuda.is_available():

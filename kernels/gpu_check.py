@@ -70,9 +70,9 @@ def gpu_steps(results: Path) -> list[Step]:
     verified = ["--device", "cuda", "--dtype", "bfloat16", "--kernels", "triton", "--max-new-tokens", "48", "--verify"]
     return [
         Step("machine", [PYTHON, "-c", MACHINE], 20),
-        Step("kernels and engine, fp32", pytest("-n", workers, *KERNEL_TESTS), 210, on_cuda),
-        Step("runs in bfloat16, verified", [PYTHON, "-m", "eagle3_infer.cli", *verified], 80),
-        Step("timings", [PYTHON, "kernels/bench_kernels.py", "--fast", "--csv", str(results)], 165),
+        Step("kernels and engine, fp32", pytest("-n", workers, *KERNEL_TESTS), 205, on_cuda),
+        Step("runs in bfloat16, verified", [PYTHON, "-m", "eagle3_infer.cli", *verified], 70),
+        Step("timings", [PYTHON, "kernels/bench_kernels.py", "--fast", "--csv", str(results)], 180),
     ]
 
 

@@ -14,7 +14,9 @@ from eagle3_kernels.testing import device
 
 pytest.importorskip("triton")
 workloads = pytest.importorskip("eagle3_kernels.workloads")
+training_workloads = pytest.importorskip("eagle3_kernels.training_workloads")
 from eagle3_kernels.traffic import Cost, Model, Round  # noqa: E402
+from eagle3_kernels.training_traffic import Packed  # noqa: E402
 
 pytestmark = pytest.mark.skipif(device().type != "cpu", reason="what a GPU runs is timed there")
 KERNELS = Path(__file__).parents[2] / "kernels"
@@ -35,6 +37,11 @@ def check() -> dict[str, Any]:
 def place(dtype=torch.float32):
     torch.manual_seed(0)
     return workloads.Place(torch.device("cpu"), dtype, SMALL, TREE)
+
+
+def training_place(dtype=torch.float32):
+    torch.manual_seed(0)
+    return training_workloads.TrainingPlace(torch.device("cpu"), dtype, SMALL, Packed(2, 10, 2))
 
 
 @pytest.mark.parametrize("rival", ["SDPA", "FlexAttention"])
@@ -69,7 +76,33 @@ def test_a_line_compares_with_the_best_rival_and_the_floor(bench, monkeypatch):
     assert row["own"] == "argmax 20"
     cells = bench["line"](row).split()
     assert cells[:6] == ["sample_greedy", "bfloat16", "2", "8", "10.0", "40.0"]
-    assert len(bench["header"]().split()) == len(cells) - 1
+    assert len(bench["header"](False).split()) == len(cells) - 1
+
+
+def test_a_line_of_a_training_op(bench, monkeypatch):
+    """Documents and tokens in the place of batch and nodes; the floor is the flops at 1 Tflop/s."""
+    names = bench["bench"].__globals__
+    times = iter([(10.0, 9.0, 11.0), (40.0, 40.0, 40.0), (20.0, 20.0, 20.0)])
+    monkeypatch.setitem(names, "measure", lambda run: next(times))
+    row = bench["bench"]("ttt_forward", training_place(torch.bfloat16), bench["Rates"](1e15, 1e12))
+    # 2 documents, rows 4..9 of each with their two own keys
+    seen = 2 * (sum(range(5, 11)) + 6 * 2)
+    assert row["floor_us"] == pytest.approx(4 * seen * SMALL.heads * SMALL.head_dim / 1e6)
+    cells = bench["line"](row).split()
+    assert cells[:6] == ["ttt_forward", "bfloat16", "2", "20", "10.0", "40.0"]
+    assert bench["header"](True).split()[2:4] == ["documents", "tokens"]
+    skipped = {"op": "ttt_forward", "dtype": "float16", "documents": 2, "tokens": 20, "skipped": "full"}
+    assert bench["line"](skipped).split() == ["ttt_forward", "float16", "2", "20", "full"]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_training_rivals_compute_the_same():
+    """FlexAttention's mask and the eager loss: a rival that computes something else is no rival."""
+    work = training_workloads.work_ttt_forward(training_place())
+    torch.testing.assert_close(work.own["FlexAttention"](), work.run())
+    work = training_workloads.work_draft_loss(training_place())
+    for ours, theirs in zip(work.run(), work.own["cross_entropy"](), strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_the_floor_is_the_slower_of_moving_and_computing(bench):
@@ -120,7 +153,7 @@ def test_dry_run_lists_what_a_gpu_would_time():
 def test_dry_run_of_everything():
     ended = run_bench("--dry")
     assert ended.returncode == 0, ended.stderr
-    assert len(ended.stdout.splitlines()) == 4 * len(workloads.WORKS) + 1
+    assert len(ended.stdout.splitlines()) == 4 * len(workloads.WORKS) + 5 + 1
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -12,10 +12,13 @@ from eagle3_kernels.testing import device
 pytest.importorskip("triton")
 traffic = pytest.importorskip("eagle3_kernels.traffic")
 workloads = pytest.importorskip("eagle3_kernels.workloads")
+training = pytest.importorskip("eagle3_kernels.training_traffic")
+training_workloads = pytest.importorskip("eagle3_kernels.training_workloads")
 pytestmark = pytest.mark.skipif(device().type != "cpu", reason="only the interpreter counts")
 
 README = Path(__file__).parents[2] / "kernels" / "README.md"
 SMALL = traffic.Model(layers=2, heads=8, kv_heads=2, head_dim=64, hidden=64, vocab=2100, draft_vocab=2100)
+TINY = traffic.Model(heads=4, kv_heads=2, head_dim=64, hidden=8, draft_vocab=1100)
 
 
 @pytest.fixture
@@ -58,6 +61,25 @@ def test_kernels_spend_what_the_paper_says(op, nodes, counted):
     assert paper.must.flops <= paper.spent.flops
 
 
+@pytest.mark.parametrize("batch", [training.Packed(1, 190, 2), training.Packed(3, 50, 1, share=1.0)], ids=str)
+@pytest.mark.parametrize("op", training.TRAINING_OPS)
+def test_training_kernels_spend_what_the_paper_says(op, batch, counted):
+    torch.manual_seed(0)
+    at = training_workloads.TrainingPlace(torch.device("cpu"), torch.bfloat16, TINY, batch)
+    work = training_workloads.TRAINING_WORKS[op](at)
+    # a backward counts alone
+    work.run() if op == "ttt_backward" else None
+    counted[0] = 0
+    work.run()
+    paper = training.TRAINING_OPS[op](TINY, batch)
+    # of the loss the rows are ours, the products torch's
+    rows = len(batch.rows()) * (batch.step + 1)
+    expected = training.loss_rows_bytes(TINY, rows) if op == "draft_loss" else paper.spent.bytes
+    assert counted[0] == pytest.approx(expected, rel=0.05)
+    assert paper.must.bytes <= paper.spent.bytes
+    assert paper.must.flops <= paper.spent.flops
+
+
 @pytest.mark.parametrize("nodes, tiles", [(8, 1), (31, 1), (32, 2), (60, 2), (130, 5)])
 def test_attention_reads_a_page_once_per_kv_head_and_tile_of_at_most_128_rows(nodes, tiles):
     """Llama-3.1-8B: a group of 4 heads over each KV head."""
@@ -68,6 +90,7 @@ def test_attention_reads_a_page_once_per_kv_head_and_tile_of_at_most_128_rows(no
     assert tiles * keys <= rest < 1.05 * tiles * keys
 
 
-def test_readme_holds_the_paper_table():
-    """`python kernels/bench_kernels.py --paper` prints it."""
-    assert "\n".join(traffic.paper_table()) in README.read_text()
+def test_readme_holds_the_paper_tables():
+    """`python kernels/bench_kernels.py --paper` prints them."""
+    for table in (traffic.paper_table(), training.training_table()):
+        assert "\n".join(table) in README.read_text()

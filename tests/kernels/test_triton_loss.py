@@ -110,7 +110,7 @@ def test_chunks_change_nothing(monkeypatch):
     tensors = make(11, 70)
     outs = []
     for chunk in (1, 4 * 70, 10**6):
-        monkeypatch.setattr(kernel, "CHUNK", chunk)
+        monkeypatch.setattr(kernel, "GPU_CHUNK", chunk)
         result, *grads = run(draft_loss, *tensors, EVERY)
         outs.append((*result, *grads))
     for first, *others in zip(*outs, strict=True):

@@ -13,8 +13,8 @@ from eagle3_kernels.draft_loss.reference import DraftLoss
 from eagle3_kernels.draft_loss.rows import RowLoss, loss_rows
 from eagle3_kernels.loss_terms import SOFT_CE, check_terms
 
-# logits of one round of the three products
-CHUNK = 1 << 21
+# logits of one round of the three products: on a CPU, and on a GPU, where each round adds to all of dW
+CHUNK, GPU_CHUNK = 1 << 21, 1 << 26
 RowsOp = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Mapping[str, float], bool], RowLoss]
 
 
@@ -28,7 +28,8 @@ def draft_loss(
     terms: Mapping[str, float] = SOFT_CE,
 ) -> DraftLoss:
     """See `draft_loss_reference`: same arguments, same result, differentiable once in `h` and `weight`."""
-    return loss_by_chunks(loss_rows, CHUNK, h, weight, teacher, teacher_lse, taught, row_weights, terms)
+    logits = CHUNK if h.device.type == "cpu" else GPU_CHUNK
+    return loss_by_chunks(loss_rows, logits, h, weight, teacher, teacher_lse, taught, row_weights, terms)
 
 
 def loss_by_chunks(rows: RowsOp, logits: int, h: Tensor, weight: Tensor, *rest: Any) -> DraftLoss:

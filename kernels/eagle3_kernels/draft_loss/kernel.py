@@ -14,14 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eagle3_kernels.draft_loss.fused import loss_by_chunks
+from eagle3_kernels.draft_loss.fused import GPU_CHUNK, loss_by_chunks
 from eagle3_kernels.draft_loss.reference import DraftLoss
 from eagle3_kernels.draft_loss.rows import TINY, RowLoss
 from eagle3_kernels.loss_terms import LOSS_TERMS, SOFT_CE
 from eagle3_kernels.testing import TRITON_TYPES, Case
 
-# logits of one round of the products (256 MB in half precision), and logits that a program looks at in a step
-CHUNK, BLOCK, WARPS = 1 << 27, 1024, 4
+# logits that a program looks at in a step
+BLOCK, WARPS = 1024, 4
 # their gradients need a sum over the row; gradients q - p
 _LATE, _MASS = ("reverse_kl", "tv", "lk_alpha", "lk_lambda"), ("tv", "lk_alpha", "lk_lambda")
 _NO_ID = tl.constexpr(2**31 - 1)
@@ -207,7 +207,7 @@ def draft_loss(
     terms: Mapping[str, float] = SOFT_CE,
 ) -> DraftLoss:
     """See `draft_loss_reference`: same arguments, same result, differentiable once in `h` and `weight`."""
-    return loss_by_chunks(loss_rows, CHUNK, h, weight, teacher, teacher_lse, taught, row_weights, terms)
+    return loss_by_chunks(loss_rows, GPU_CHUNK, h, weight, teacher, teacher_lse, taught, row_weights, terms)
 
 
 def loss_rows(
