@@ -110,7 +110,7 @@ def test_flag_that_nobody_knows(fails):
         ({"data__eval_rows": 99}, "only 8 rows"),
         ({"data__files": "[]"}, "no data files"),
         ({"data__files": "[missing.jsonl]"}, "missing.jsonl: no such file"),
-        ({"data__files": f"[{ROOT}]"}, "is a folder"),
+        ({"data__files": f"[{ROOT / 'train'}]"}, "no file of this folder ends in .jsonl"),
         ({"data__max_length": 8}, "0 of 8 chats kept"),
         ({"init_head": "nowhere"}, "'nowhere' does not exist"),
         ({"init_head": "~/nowhere"}, f"{Path.home()}/nowhere"),
@@ -203,14 +203,14 @@ def test_output_of_another_run(fails, tmp_path, made):
     progress = tmp_path / "run/checkpoints/step-00000001/progress.json"
     whole = {file: file.read_bytes() for file in progress.parent.iterdir()}
     for name, content in [
-        *(("progress.json", text) for text in (b"{", b"{}", b"[3]", b"[" * 100_000, b"\xff")),
-        *((name, data) for name in ("model.safetensors", "optimizer.bin") for data in (b"", b"PK", None)),
+        *(("progress.json", text) for text in (b"{", b"[3]", b"\xff")),
+        *((name, data) for name in ("model.safetensors", "optimizer.safetensors") for data in (b"", b"PK", None)),
     ]:
         for file, data in whole.items():
             file.write_bytes(data)
         file = progress.with_name(name)
         file.write_bytes(whole[file][: len(whole[file]) // 2] if content is None else content)
-        assert "step-00000001 cannot be loaded" in fails(max_steps=2), (name, content)
+        assert f"{file} is missing or damaged" in fails(max_steps=2), (name, content)
 
 
 def test_help_is_quick(made):

@@ -19,9 +19,10 @@ def load_tokenizer(target: str) -> tuple[Any, tuple[int, ...]]:
 
     path = resolve_path(target)
     try:
-        tokenizer, config = AutoTokenizer.from_pretrained(path), AutoConfig.from_pretrained(path)
+        # the config first: what is wrong with it is told more clearly than by the tokenizer
+        config, tokenizer = AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"target {target!r} has no tokenizer and config: {str(error).splitlines()[0]}") from None
+        raise ConfigError(f"target {target!r} cannot be loaded: {str(error).splitlines()[0]}") from None
     try:
         generation = GenerationConfig.from_pretrained(path)
     except OSError:
