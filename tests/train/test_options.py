@@ -5,13 +5,14 @@ import math
 import runpy
 
 import pytest
+import torch
 import yaml
 
 from eagle3.checkpoint.reference import load_head
 from eagle3.target import Target
 from eagle3_infer.config import TreeConfig
 from eagle3_infer.engine import Engine, Request
-from oracles.runs import arguments, metrics
+from oracles.runs import arguments, check_equal, metrics, weights
 from oracles.script import SCRIPT
 from oracles.tiny import tiny_chats, tiny_folder
 
@@ -26,6 +27,13 @@ LINES = [
     ["head: {intermediate_size: 48}", "ttt: {feature_noise: 0.05}", "optim: {name: muon, momentum: 0.9}"],
     ["loss: {reverse_kl: 1.0, kl: 0.5}", "optim: {ema: 0.9, weight_decay: 0.1, lr: 0.01}"],
     ["loss: {lk_alpha: 1.0, hard_ce: 0.1}", "optim: {beta1: 0.8, clip: 0.5, final_ratio: 0.5, warmup_ratio: 0.5}"],
+]
+
+
+# each of them alone changes what two steps learn, from a start that is the same
+SETTINGS = [
+    *("ttt.decay 0.3", "ttt.weights dpace", "ttt.feature_noise 0.05", "optim.beta1 0.5", "optim.beta2 0.5"),
+    *("optim.weight_decay 0.5", "optim.warmup_ratio 0.9", "optim.final_ratio 0.9", "optim.clip 0.01", "optim.ema 0.5"),
 ]
 
 
@@ -64,3 +72,28 @@ def test_an_option_is_a_line_of_yaml(made, target, tmp_path, lines):
     plain = Engine(target).generate_one(request)
     for tree in (TreeConfig.chain(3), TreeConfig(depth=3)):
         assert Engine(target, head, tree).generate_one(request).token_ids == plain.token_ids
+
+
+@pytest.fixture(scope="module")
+def usual(made, tmp_path_factory):
+    """Weights of a head trained for two steps on the defaults."""
+    return two_steps(made, tmp_path_factory.mktemp("usual"))
+
+
+def two_steps(made, folder, *words):
+    given = arguments(made, folder / "run", max_steps=2, eval__every=2, save_every=2, optim__lr=0.03)
+    assert runpy.run_path(str(SCRIPT))["main"]([*given, *words]) == 0
+    return weights(folder / "run")
+
+
+def test_the_same_settings_learn_the_same(made, usual, tmp_path):
+    """Without it the next test shows nothing."""
+    check_equal(two_steps(made, tmp_path), usual)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_setting_changes_what_is_learned(made, usual, tmp_path, setting):
+    """A setting that is accepted, recorded, and used by nobody."""
+    name, value = setting.split()
+    changed = two_steps(made, tmp_path, f"--{name}", value)
+    assert not all(torch.equal(changed[key], x) for key, x in usual.items())
