@@ -92,6 +92,7 @@ def ttt_attention(
     Keeps its inputs, the output and fp32 [Hq, R]. Reads keys and values once per query tile that sees them, from the
     first visible one on; backwards also the queries of a key block once per block. The host never waits for the device.
     """
+    assert len({x.dtype for x in (query, key, value, own_key, own_value)}) == 1, "one dtype for all five tensors"
     tensors = (_laid_out(x) for x in (query, key, value))
     own = own_key.contiguous(), own_value.contiguous()
     low = first_keys(rows, tuple(lengths), own_key.shape[0], window)
