@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing.spawn as mp
+import torch.multiprocessing as mp
 import transformers
 from transformers.integrations import deepspeed, fsdp
 

@@ -199,9 +199,13 @@ def test_killed_at_any_time(fast_disk):
     save(fast_disk, parallel, 0)
     took = time.monotonic() - began
     checkpoints, last = Checkpoints(fast_disk, parallel), 0
-    for _ in range(15):
+    for turn in range(15):
         if (child := os.fork()) == 0:
             _save_for_ever(parallel, fast_disk, last)
+        # every other time the first one is waited for: on a busy machine none might be written else
+        while turn % 2 and not (fast_disk / f"step-{last + 1:08d}").exists():
+            assert os.waitpid(child, os.WNOHANG) == (0, 0)
+            time.sleep(0.001)
         time.sleep(draw.uniform(0.0, 3 * took))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -209,7 +213,7 @@ def test_killed_at_any_time(fast_disk):
         assert state.step >= last
         last = state.step
         assert last == 0 or all((x == last).all() for x in parallel.whole().values())
-    assert last > 2, "hardly anything was written"
+    assert last >= 7
     whole = sorted(p.name for p in fast_disk.glob("step-*"))
     save(fast_disk, parallel, last + 1)
     assert sorted(p.name for p in fast_disk.iterdir()) == [whole[-1], f"step-{last + 1:08d}"]
