@@ -2,9 +2,9 @@
 
     python recipes/peers/compare_learning.py --peer PEER_PYTHON --files '[chats.jsonl]' --prompts mt_bench.jsonl
 
-Both start from the same architecture, vocabulary map and target features, each with its trainer's defaults (theirs:
-Muon and lm_head frozen; AdamW beside it). The heads are compared by chain tau in our runtime, fp32. A stage whose
-output lies in the folder is not run again; without --peer only ours is trained.
+Both start from the same architecture, vocabulary map and target features, each with its trainer's defaults but for the
+optimizer, AdamW (our default) and Muon (theirs); they freeze lm_head. The heads are compared by chain tau in our
+runtime, fp32. A stage whose output lies in the folder is not run again; without --peer only ours is trained.
 """
 
 import json
@@ -19,7 +19,7 @@ from eagle3.embedded import EMBEDDED
 from eagle3.errors import ConfigError, Eagle3Error, one_line
 
 ROOT = Path(__file__).resolve().parents[2]
-PEER_OPTIMIZERS = ("muon", "adamw")
+OPTIMIZERS = ("adamw", "muon")
 
 
 @dataclass(frozen=True)
@@ -63,13 +63,14 @@ def main(argv: list[str] | None = None) -> int:
         config = load_config(LearningConfig, argv, description=__doc__)
         folder = Path(config.output)
         folder.mkdir(parents=True, exist_ok=True)
-        heads = {"ours": folder / "ours" / "last"}
-        if not heads["ours"].is_dir():
-            _train_ours(config, folder)
+        heads = {f"ours, {name}": folder / f"ours-{name}" / "last" for name in OPTIMIZERS}
+        for name in OPTIMIZERS:
+            if not (folder / f"ours-{name}" / "last").is_dir():
+                _run(sys.executable, ROOT / "train/train_draft.py", *_settings(config, folder, name))
         if config.peer is not None:
             if not (folder / "plan.json").is_file():
                 _dump(config, folder)
-            for name in PEER_OPTIMIZERS:
+            for name in OPTIMIZERS:
                 heads[f"speculators, {name}"] = folder / name / "0"
                 if not (folder / name / "learning.json").is_file():
                     _train_theirs(config, folder, name)
@@ -80,19 +81,16 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _train_ours(config: LearningConfig, folder: Path) -> None:
-    _run(sys.executable, ROOT / "train/train_draft.py", *_settings(config, folder))
-
-
-def _settings(config: LearningConfig, folder: Path) -> list[str]:
+def _settings(config: LearningConfig, folder: Path, optimizer: str = OPTIMIZERS[0]) -> list[str]:
     """The trainer's flags: its defaults but for what both sides must share."""
     given = {
         "target": config.target,
-        "output": folder / "ours",
+        "output": folder / f"ours-{optimizer}",
         "data.files": json.dumps(config.files),
         "data.max_length": config.max_length,
         "head.draft_vocab_size": config.draft_vocab_size,
         "ttt.steps": config.ttt_steps,
+        "optim.name": optimizer,
         "optim.lr": config.lr,
         "rows_per_step": config.rows_per_step,
         "max_steps": config.steps,
@@ -128,7 +126,7 @@ def _dump(config: LearningConfig, folder: Path) -> None:
     order: list[Any] = stream.take(0, config.steps * config.rows_per_step)
     if len(set(order)) < len(order):
         raise ConfigError(f"{config.steps} steps of {config.rows_per_step} rows are more than the {len(rows)} rows")
-    head = load_head(folder / "ours" / "last", target)
+    head = load_head(Path(trainer.output) / "last", target)
     vocab_map = {"d2t": head.d2t.cpu(), "t2d": head.t2d.cpu()}
     save_file(vocab_map, folder / "map.safetensors")
     # the stream before the final norm comes last
