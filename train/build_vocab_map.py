@@ -42,7 +42,7 @@ class MapConfig(TrainConfig):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: 0, or 2 on bad input (one line on stderr)."""
+    """Exit code: 0, 2 on bad input (one line on stderr), 130 when interrupted."""
     try:
         build(load_config(MapConfig, argv, description=__doc__))
     except Eagle3Error as error:
@@ -51,6 +51,9 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted; nothing was kept of rows that were not whole", file=sys.stderr)
+        return 130
     return 0
 
 

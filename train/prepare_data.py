@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3.config import load_config
-from eagle3.errors import Eagle3Error, one_line
+from eagle3.errors import ConfigError, Eagle3Error, one_line
 from eagle3_train.config import COVERAGE_SIZES, TrainConfig
 
 
@@ -29,14 +29,22 @@ class InspectConfig(TrainConfig):
 
     inspect: int = 3
 
+    def __post_init__(self):
+        super().__post_init__()
+        if self.inspect < 0:
+            raise ConfigError(f"inspect is {self.inspect}; it must be 0 or more")
+
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: 0, or 2 on bad input (one line on stderr)."""
+    """Exit code: 0, 2 on bad input (one line on stderr), 130 when interrupted."""
     try:
         inspect(load_config(InspectConfig, argv, description=__doc__))
     except Eagle3Error as error:
         print(one_line(error), file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted; nothing was kept of rows that were not whole", file=sys.stderr)
+        return 130
     return 0
 
 

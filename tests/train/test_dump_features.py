@@ -140,7 +140,7 @@ def test_stopped_at_any_byte(made, store, tmp_path, whole, byte):
         shutil.copy(path, folder)
     content = order[whole].read_bytes()
     part = content[: int(len(content) * byte) if isinstance(byte, float) else byte]
-    (folder / f".{order[whole].name}.part-0").write_bytes(part)
+    (folder / f".{order[whole].name}.part-{2**30}-0").write_bytes(part)
     times = {path.name: path.stat().st_mtime_ns for path in shards(folder)}
     assert dump(made, folder) == 0
     assert files(folder) == files(store)

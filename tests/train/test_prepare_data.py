@@ -56,3 +56,16 @@ def test_bad_input_is_one_line_and_exit_code_2(prepare_data, tmp_path, capsys, a
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_what_cannot_be_shown_and_an_interruption_are_told(prepare_data, tmp_path, capsys, monkeypatch):
+    """A traceback, and no exit code that a script could tell from a bug's."""
+    assert prepare_data.main([DEMO, "--output", str(tmp_path), "--inspect", "-1"]) == 2
+    assert "inspect is -1; it must be 0 or more" in capsys.readouterr().err
+
+    def interrupted(_config):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(prepare_data, "inspect", interrupted)
+    assert prepare_data.main([DEMO, "--output", str(tmp_path)]) == 130
+    assert "interrupted" in capsys.readouterr().err

@@ -63,6 +63,7 @@ def test_an_array_is_cut_anywhere(put, monkeypatch, block):
         (b'[{"a": 1}, 2]', ":2: expected a JSON object, found int"),
         (b'[{"a": "\xe9"}]', ":1: cannot be read .'utf-8'"),
         (b"[" * 200_000, ":1: not valid JSON"),
+        (b'[{"a": 1}]' + b" " * 200_000 + b'[{"a": 2}]', ":2: not valid JSON .a file holds one array"),
     ],
 )
 def test_a_broken_array_names_its_item(put, content, found):

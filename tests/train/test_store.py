@@ -228,12 +228,16 @@ def test_folders_that_are_no_store(tmp_path, filled):
 
 
 def test_what_a_kill_leaves_is_removed_by_its_owner(filled):
-    """Parts add up; or one process removes what another is writing."""
-    parts = [filled / f".shard-00.safetensors.part-{rank}" for rank in range(5)]
+    """Parts add up; or one process removes what another is writing, of its own run or of another one."""
+    beside = filled / f".shard-01.safetensors.part-{os.getpid()}-1"
+    beside.write_bytes(b"half")
+    # no process has so high a number
+    parts = [filled / f".shard-00.safetensors.part-{2**30}-{rank}" for rank in range(5)]
     for part in parts:
         part.write_bytes(b"half")
     store = FeatureStore(filled, MANIFEST, (1, 2))
     assert [part.exists() for part in parts] == [True, False, True, False, True]
+    assert beside.exists()
     FeatureStore(filled, MANIFEST)
     assert parts[0].exists()
     assert len(store) == 6

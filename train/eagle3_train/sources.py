@@ -232,6 +232,11 @@ def _array_rows(file: str) -> Iterator[Placed]:
                 if not isinstance(row, dict):
                     raise DataError(f"{file}:{number}: expected a JSON object, found {type(row).__name__}")
                 yield f"{file}:{number}", row
+            rest = buffer[1:]
+            while not rest.strip() and (rest := text.read(_BLOCK)):
+                pass
+            if rest.strip():
+                raise ValueError(f"a file holds one array, after it stands {rest.strip()[:20]!r}")
     except (ValueError, RecursionError) as error:
         raise DataError(f"{file}:{number + 1}: not valid JSON ({error})") from None
     except (OSError, EOFError, zlib.error) as error:

@@ -6,12 +6,14 @@ processes may fill one store; its index is the union of the shards' own. Knows n
 
 import errno
 import json
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
 
+import psutil
 from torch import Tensor
 
 from eagle3.errors import StoreError
@@ -123,7 +125,9 @@ class FeatureStore:
         assert self.writer is not None, "the store was opened to be read"
         final = self.folder / shard_name(documents)
         try:
-            write_shard(self.folder / f".{final.name}.part-{self.writer[0]}", final, documents, self.manifest.digest)
+            # two runs may fill one store at once
+            part = self.folder / f".{final.name}.part-{os.getpid()}-{self.writer[0]}"
+            write_shard(part, final, documents, self.manifest.digest)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
@@ -146,10 +150,17 @@ class FeatureStore:
         self.folder.mkdir(parents=True, exist_ok=True)
         for part in self.folder.glob(".shard-*.part-*"):
             # what a killed process was writing; each process removes its own, and those of a larger world
-            if int(part.name.rpartition("-")[2]) % world == rank:
+            *writer, its_rank = map(int, part.name.rpartition(".part-")[2].split("-"))
+            if its_rank % world == rank and not any(map(psutil.pid_exists, writer)):
                 part.unlink(missing_ok=True)
         if not (self.folder / MANIFEST).exists() and not any(self.folder.glob("*.safetensors")):
-            write_json(self.folder / MANIFEST, self.manifest)
+            try:
+                write_json(self.folder / MANIFEST, self.manifest)
+            except OSError as error:
+                raise StoreError(
+                    f"feature store {str(self.folder)!r} cannot be written ({error.strerror}); make room there, or "
+                    "give another features.store"
+                ) from error
 
 
 def document_keys(ids: Sequence[Tensor], supervised: Sequence[Tensor]) -> list[bytes]:
