@@ -31,6 +31,8 @@ class Round:
 
 @dataclass(frozen=True)
 class Watched:
+    """A reply, and its rounds in order."""
+
     result: Result
     rounds: list[Round]
 

@@ -14,7 +14,6 @@ from eagle3_infer.config import TreeConfig
 from eagle3_infer.engine import Engine, Request
 from oracles.runs import arguments, check_equal, metrics, weights
 from oracles.script import SCRIPT
-from oracles.tiny import tiny_chats, tiny_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore:only .* distinct tokens")
 # several lines a run, as they do not meet
@@ -35,14 +34,6 @@ SETTINGS = [
     *("ttt.decay 0.3", "ttt.weights dpace", "ttt.feature_noise 0.05", "optim.beta1 0.5", "optim.beta2 0.5"),
     *("optim.weight_decay 0.5", "optim.warmup_ratio 0.9", "optim.final_ratio 0.9", "optim.clip 0.01", "optim.ema 0.5"),
 ]
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("made")
-    tiny_folder(folder / "target")
-    tiny_chats(folder / "chats.jsonl", folder / "target", count=8)
-    return folder
 
 
 @pytest.fixture(scope="module")

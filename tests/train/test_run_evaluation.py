@@ -20,22 +20,18 @@ from eagle3_train.tokenizer import load_tokenizer
 from eagle3_train.trackers import Trackers
 from oracles.runs import arguments, check_equal, final, losses, metrics, train, weights
 from oracles.script import SCRIPT
-from oracles.tiny import tiny_chats, tiny_folder
 
 EVALUATE = run_module.evaluate
 pytestmark = pytest.mark.filterwarnings("ignore:only .* distinct tokens")
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def made(made):
     """A folder with `target`, `chats.jsonl`, and in `prompts.jsonl` the chats' own prompts."""
-    folder = tmp_path_factory.mktemp("made")
-    tiny_folder(folder / "target")
-    tiny_chats(folder / "chats.jsonl", folder / "target")
-    chats = [json.loads(line) for line in (folder / "chats.jsonl").read_text().splitlines()]
+    chats = [json.loads(line) for line in (made / "chats.jsonl").read_text().splitlines()]
     prompts = [json.dumps({"prompt": chat["messages"][0]["content"]}) + "\n" for chat in chats]
-    (folder / "prompts.jsonl").write_text("".join(prompts))
-    return folder
+    (made / "prompts.jsonl").write_text("".join(prompts))
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -69,11 +65,12 @@ def test_simulated_tau_is_the_engines(made, tmp_path):
     """Held-out rows walked otherwise than the engine answers their prompts: in fp32 the two are one number."""
     chats = [json.loads(line) for line in (made / "chats.jsonl").read_text().splitlines()]
     data = DataConfig((str(made / "chats.jsonl"),), eval_rows=8)
-    rows = prepare_rows(TrainConfig(data=data), *load_tokenizer(str(made / "target")), tmp_path / "rows").held_out
+    prepared = prepare_rows(TrainConfig(data=data), *load_tokenizer(str(made / "target")), tmp_path / "rows")
+    rows = prepared.held_out["input_ids"]
     tokenizer = Target.load(made / "target").tokenizer
     prompts = [chat["messages"][0] for chat in chats]
     lengths = {p["content"]: render(tokenizer, [p])[1] for p in prompts}
-    held_out = [text for text, ids in lengths.items() if any(r["input_ids"][: len(ids)] == ids for r in rows)]
+    held_out = [text for text, ids in lengths.items() if any(row[: len(ids)] == ids for row in rows)]
     assert len(held_out) == 8
     (tmp_path / "held_out.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in held_out))
     settings = {"data__eval_rows": 8, "eval__engine_every": 40, "eval__prompts": tmp_path / "held_out.jsonl"}

@@ -229,6 +229,8 @@ def test_absent_tracker_is_said_once_and_left_out(tmp_path, installed, capsys):
     trackers.finish()
     assert (trackers.names, accelerator.started, accelerator.logged) == ([], [], [])
     assert capsys.readouterr().err.count("wandb is not installed") == 1
+    Trackers(["wandb"], tmp_path, told=False)
+    assert not capsys.readouterr().err, "every rank says it"
     with pytest.raises(ConfigError, match="unknown tracker 'wandbb'"):
         Trackers(["wandbb"])
 

@@ -22,18 +22,8 @@ from eagle3_train.prepared import prepare_rows
 from eagle3_train.tokenizer import load_tokenizer
 from oracles.runs import arguments, check_equal, final, losses, metrics, train, weights
 from oracles.script import ENV, SCRIPT, launch
-from oracles.tiny import tiny_chats, tiny_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore:only .* distinct tokens")
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """A folder with `target` and `chats.jsonl`."""
-    folder = tmp_path_factory.mktemp("made")
-    tiny_folder(folder / "target")
-    tiny_chats(folder / "chats.jsonl", folder / "target")
-    return folder
 
 
 @pytest.fixture(scope="module")

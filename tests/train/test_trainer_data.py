@@ -9,22 +9,18 @@ from safetensors.torch import load_file
 
 from oracles.runs import arguments, check_equal, final, losses, train, weights
 from oracles.script import ROOT, SCRIPT
-from oracles.tiny import tiny_chats, tiny_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore:only .* distinct tokens")
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def made(made):
     """A folder with `target`, `chats.jsonl` and `map.safetensors` of 90 tokens."""
-    folder = tmp_path_factory.mktemp("made")
-    tiny_folder(folder / "target")
-    tiny_chats(folder / "chats.jsonl", folder / "target")
     main = runpy.run_path(str(ROOT / "train/build_vocab_map.py"))["main"]
-    flags = ["--target", folder / "target", "--data.files", f"[{folder / 'chats.jsonl'}]", "--data.eval_rows", 4]
-    flags += ["--output", folder / "map-run", "--map", folder / "map.safetensors", "--head.draft_vocab_size", 90]
+    flags = ["--target", made / "target", "--data.files", f"[{made / 'chats.jsonl'}]", "--data.eval_rows", 4]
+    flags += ["--output", made / "map-run", "--map", made / "map.safetensors", "--head.draft_vocab_size", 90]
     assert main([str(flag) for flag in flags]) == 0
-    return folder
+    return made
 
 
 @pytest.fixture(scope="module")

@@ -62,7 +62,8 @@ class Run:
         with ExitStack() as closing:
             folder = RunFolder(self.folder)
             closing.callback(folder.close)
-            if get_int_from_env(RANK, 0) == 0:
+            first = get_int_from_env(RANK, 0) == 0
+            if first:
                 folder.open()
             if config.resume == "never" and any(self.folder.glob("checkpoints/step-*")):
                 raise ConfigError(f"output {config.output!r} holds a run and resume is never; give another folder")
@@ -70,7 +71,7 @@ class Run:
                 torch.set_num_threads(config.threads)
             # before there is a process group: long work meets no collective's timeout
             self.rows = _prepare_rows(config, self.folder / "data")
-            self.trackers = Trackers(config.log_with, self.folder / "tracking", config.project)
+            self.trackers = Trackers(config.log_with, self.folder / "tracking", config.project, told=first)
             self.accelerator = open_accelerator(
                 config.device, log_with=[*self.trackers.names] or None, project_dir=self.trackers.folder
             )

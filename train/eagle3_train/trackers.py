@@ -22,8 +22,11 @@ class Trackers:
     back to `start` on resume. What is asked for and not installed is left out, said once.
     """
 
-    def __init__(self, log_with: Iterable[str] = (), folder: Path | str = ".", project: str = "eagle3"):
-        self.names = available_trackers(log_with)
+    def __init__(
+        self, log_with: Iterable[str] = (), folder: Path | str = ".", project: str = "eagle3", told: bool = True
+    ):
+        """`told`: whether this process says what is left out."""
+        self.names = available_trackers(log_with, told)
         self.folder, self.project = str(folder), project
         self.run_id = uuid.uuid4().hex[:12]
         self._accelerator: Any = None
@@ -104,8 +107,8 @@ class Trackers:
             self._accelerator = None
 
 
-def available_trackers(log_with: Iterable[str]) -> list[str]:
-    """The trackers of `log_with` that are installed; says once which are not. ConfigError: unknown names."""
+def available_trackers(log_with: Iterable[str], told: bool = True) -> list[str]:
+    """The trackers of `log_with` that are installed; says which are not, if `told`. ConfigError: unknown names."""
     packages = {"wandb": "wandb", "tensorboard": "tensorboard", "trackio": "trackio", "mlflow": "mlflow"}
     found = []
     for name in dict.fromkeys([log_with] if isinstance(log_with, str) else log_with):
@@ -113,7 +116,7 @@ def available_trackers(log_with: Iterable[str]) -> list[str]:
             raise ConfigError(f"unknown tracker {name!r} in log_with; allowed: {', '.join(packages)}")
         if util.find_spec(packages[name]):
             found.append(name)
-        else:
+        elif told:
             print(f"{name} is not installed: going on without it (metrics.jsonl is written)", file=sys.stderr)
     return found
 
