@@ -6,6 +6,7 @@ Knows processes and parameters, nothing of heads or losses. `local` tensors are 
 
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
@@ -118,7 +119,10 @@ class Parallel:
         self.world, self.is_main = accelerator.num_processes, accelerator.is_main_process
         # frameworks hang what cannot be copied on the modules that they wrap, so it is copied now, without weights
         self._copy = deepcopy(module, {id(p): nn.Parameter(p.new_empty(0)) for p in module.parameters()})
-        self.wrapped, prepared = accelerator.prepare(module, optimizer)
+        with warnings.catch_warnings():
+            # torch's new name of a setting that accelerate passes on
+            warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)
+            self.wrapped, prepared = accelerator.prepare(module, optimizer)
         self.optimizer: Any = prepared.optimizer
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._finite: Tensor | bool = True

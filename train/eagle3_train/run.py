@@ -1,9 +1,11 @@
 """What surrounds the training loop: opening a run, loading its parts, evaluating, exporting. Knows no rollout."""
 
+import traceback
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -77,6 +79,7 @@ class Run:
             )
             # a rank that ends with its group open may abort, and hide its exit code
             closing.callback(self.accelerator.state.destroy_process_group)
+            closing.callback(self.accelerator.free_memory)
             self.is_main = self.accelerator.is_main_process
             # what is to be done however the run ends
             self.closing = closing.pop_all()
@@ -84,7 +87,9 @@ class Run:
     def __enter__(self) -> "Run":
         return self
 
-    def __exit__(self, *_error) -> None:
+    def __exit__(self, _kind: object, _error: object, trace: TracebackType | None) -> None:
+        # what frames of an error hold of DDP would end after its process group, which hangs now and then
+        traceback.clear_frames(trace)
         for log in (self.metrics, self.samples):
             if log is not None:
                 log.close()
