@@ -3,14 +3,17 @@
 Knows transformers' loading, not the seam.
 """
 
+import hashlib
 import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
@@ -24,6 +27,7 @@ LOAD_ERRORS = (
     *(SafetensorError, StrictDataclassError),
 )
 _FSDP_LOADING = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+_SAMPLES, _SAMPLE_BYTES = 1024, 4096
 
 
 def load_model(
@@ -150,3 +154,31 @@ def _check_cut(model: Any, report: dict[str, Any], layers: int, depth: int) -> N
     # past the last one may lie layers for multi-token prediction, which the whole model leaves out, too
     if not indexes or min(indexes) < layers:
         raise UnsupportedTargetError(f"{why}: the weights left out are of layers {sorted(indexes)}; use online")
+
+
+def weights_digest(folder: str) -> str | None:
+    """Short hash of a checkpoint's files, whatever of them was loaded: their sizes, and samples that meet every tensor
+    above a thousandth of its file. None: no safetensors files on this disk.
+
+    Args:
+        folder: as resolve_path gives it; of a hub id the cached files count.
+    """
+    digest, files = hashlib.blake2b(digest_size=8), _weight_files(folder)
+    for path in files:
+        size = path.stat().st_size
+        digest.update(size.to_bytes(8, "little"))
+        with path.open("rb") as file:
+            for sample in range(_SAMPLES):
+                file.seek(size * sample // _SAMPLES)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest() if files else None
+
+
+def _weight_files(folder: str) -> list[Path]:
+    path = Path(folder)
+    if not path.is_dir():
+        found = try_to_load_from_cache(folder, "config.json")
+        if not isinstance(found, str):
+            return []
+        path = Path(found).parent
+    return sorted(path.glob("*.safetensors"))

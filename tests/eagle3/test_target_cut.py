@@ -11,6 +11,7 @@ from eagle3.capture import Capture
 from eagle3.config import HeadOptions
 from eagle3.errors import ConfigError, UnsupportedTargetError
 from eagle3.heads.eagle3 import Eagle3Head, head_config
+from eagle3.loading import weights_digest
 from eagle3.target import Target
 from eagle3.vocab import identity_map
 from oracles.tiny import FAMILIES, tiny_folder, tiny_model
@@ -140,3 +141,25 @@ def test_unused_weights_are_not_reported(tmp_path, caplog):
     transformers.utils.logging.disable_propagation()
     assert "UNEXPECTED" not in caplog.text
     assert logger.level == level
+
+
+def test_digest_of_all_files(tmp_path):
+    """Catches: layers that a cut target never reads, and that differ."""
+    folder = written(tmp_path, "llama")
+    before = weights_digest(str(folder))
+    assert weights_digest(str(folder)) == before
+    path = next(
+        p for p in sorted(folder.glob("*.safetensors")) if "model.layers.5.mlp.down_proj.weight" in load_file(p)
+    )
+    tensors = load_file(path)
+    tensors["model.layers.5.mlp.down_proj.weight"] *= 1.5
+    save_file(tensors, path, metadata={"format": "pt"})
+    assert weights_digest(str(folder)) != before
+    assert (
+        Target.load(folder, tokenizer=False).fingerprint == Target.load(folder, tokenizer=False, layers=1).fingerprint
+    )
+
+
+def test_digest_without_files(tmp_path):
+    assert weights_digest(str(tmp_path)) is None
+    assert weights_digest("nobody/nothing") is None

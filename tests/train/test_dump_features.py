@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from eagle3.target import Target
 from eagle3_train import features as features_module
@@ -333,3 +334,17 @@ def test_settings_that_make_no_store(made, capsys):
     assert script(words(made, made / "nowhere", data__streaming="true", data__vocab_map="x")) == 2
     assert "data read whole" in capsys.readouterr().err
     assert not (made / "nowhere").exists()
+
+
+def test_target_with_another_later_layer(made, store, tmp_path, capsys):
+    """A store made for a target that differs in layers which offline training does not load."""
+    other = tmp_path / "target"
+    shutil.copytree(made / "target", other)
+    (path,) = other.glob("*.safetensors")
+    tensors = load_file(path)
+    tensors["model.layers.5.mlp.down_proj.weight"] *= 1.5
+    save_file(tensors, path, metadata={"format": "pt"})
+    settings = {"features__source": "offline", "features__store": store, "data__max_length": 60}
+    command = arguments(made, tmp_path / "run", target=other, **settings)
+    assert runpy.run_path(str(SCRIPT))["main"](command) == 2
+    assert "target_weights" in capsys.readouterr().err

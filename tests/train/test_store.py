@@ -25,6 +25,7 @@ from eagle3_train.store import (
 HIDDEN = 16
 MANIFEST = Manifest(
     target_fingerprint="f",
+    target_weights="w",
     target_dtype="float32",
     tokenizer="t",
     template="c",
@@ -189,6 +190,7 @@ def test_files_of_others_are_named(filled, tmp_path):
     "field, value",
     [
         ("target_fingerprint", "g"),
+        ("target_weights", None),
         ("target_dtype", "bfloat16"),
         ("tokenizer", "u"),
         ("template", "d"),

@@ -11,7 +11,8 @@ from accelerate.utils import get_int_from_env
 from eagle3.checkpoint.reference import read_config
 from eagle3.errors import ConfigError, StoreError
 from eagle3.heads.eagle3 import head_config
-from eagle3.target import Target
+from eagle3.loading import weights_digest
+from eagle3.target import Target, resolve_path
 from eagle3_train.batches import Row, pack, supervised
 from eagle3_train.config import TrainConfig
 from eagle3_train.shards import Codec, Encoded
@@ -103,6 +104,7 @@ def make_manifest(config: TrainConfig, target: Target, capture_layers: tuple[int
     own, tokenizer = str(target.dtype).removeprefix("torch."), target.tokenizer
     return Manifest(
         target_fingerprint=target.fingerprint,
+        target_weights=weights_digest(resolve_path(config.target)),
         target_dtype=own,
         tokenizer="none" if tokenizer is None else tokenizer_hash(tokenizer),
         template="none" if tokenizer is None else template_hash(tokenizer),

@@ -29,10 +29,12 @@ SUPERVISED = "row t: x[t+1] and x[t+2] in one assistant span"
 class Manifest:
     """What the values depend on, beside the documents; a run reads a store whose manifest equals its own.
 
-    The draft vocabulary is no part of it: the teacher is kept as hidden states, which serve any.
+    The draft vocabulary is no part of it: the teacher is kept as hidden states, which serve any. `target_weights` is of
+    all the checkpoint's files, as a run that reads the store does not load most of them.
     """
 
     target_fingerprint: str
+    target_weights: str | None
     target_dtype: str
     tokenizer: str
     template: str
