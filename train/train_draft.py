@@ -89,9 +89,11 @@ def _train(config: TrainConfig, run: "Run", termination: Termination) -> None:
     ranks = accelerator.process_index, accelerator.num_processes
     batches = Batches(parts.rows.stream(config.seed), config.rows_per_step, config.tokens_per_batch, *ranks)
 
-    checkpoints, state, average = Checkpoints(run.folder / "checkpoints", parallel), RunState(), None
+    checkpoints, average = Checkpoints(run.folder / "checkpoints", parallel), None
+    state = RunState(rows=parts.rows.key)
     if (latest := checkpoints.latest()) is not None:
         state, average, changes = checkpoints.load(latest, config, head.config)
+        changes += state.meet(parts.rows.key)
         run.note(f"resumed at step {state.step} from {latest}" + "".join(f"\n  changed: {c}" for c in changes))
     ema = EMA(parallel.local(), config.optim.ema, average)
     trial = EngineTrial(config, target)

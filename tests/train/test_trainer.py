@@ -192,6 +192,21 @@ def test_resume_tells_what_changed(made, tmp_path, capsys):
     assert any(line.startswith("resumed at step 2 from ") for line in lines)
 
 
+def test_resume_on_other_chats(made, tmp_path, capsys):
+    """A file that changed under its name: a best tau of held-out replies that are no longer there, in silence."""
+    chats = tmp_path / "chats.jsonl"
+    lines = (made / "chats.jsonl").read_text().splitlines(keepends=True)
+    chats.write_text("".join(lines))
+    files = {"data__files": f"[{chats}]", "eval__every": 2}
+    run = train(made, tmp_path / "run", max_steps=2, **files)
+    chats.write_text("".join(lines[:-3]))
+    capsys.readouterr()
+    train(made, run, max_steps=4, **files)
+    assert "changed: data: other rows than before" in capsys.readouterr().out
+    # the first evaluation on the new rows is the best of them, whatever came before
+    assert json.loads((run / "run.json").read_text())["best_step"] == 4
+
+
 def test_resume_with_another_optimiser_and_loss(made, tmp_path, capsys):
     """Muon's state given to AdamW, which is lost without its step count; a term that left the loss, in silence."""
     run = train(made, tmp_path / "run", max_steps=2, optim__name="muon", loss="{kl: 1.0, tv: 0.5}")

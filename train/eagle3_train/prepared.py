@@ -55,6 +55,7 @@ class PreparedRows:
     """What to train on.
 
     Args:
+        key: changes with whatever the rows depend on.
         train: rows to train on (of a stream: those at its beginning).
         held_out: rows of the evaluation.
         report: what became of the chats.
@@ -64,6 +65,7 @@ class PreparedRows:
         streamed: all rows to train on, where they are streamed.
     """
 
+    key: str
     train: Dataset
     held_out: Dataset
     report: DataReport
@@ -179,7 +181,8 @@ def _load(folder: Path, data: DataConfig, renderer: ChatRenderer, sources: list[
     counts = load_file(folder / "counts.safetensors")
     train, held_out = split_rows(read_rows(folder / "rows.arrow"), eval_rows=data.eval_rows)
     report = DataReport.from_dict(manifest["report"])
-    rows = PreparedRows(train, held_out, report, counts["train"], counts["held_out"], frozenset(manifest["end_ids"]))
+    ends = frozenset(manifest["end_ids"])
+    rows = PreparedRows(folder.name, train, held_out, report, counts["train"], counts["held_out"], ends)
     if not data.streaming:
         return rows
     stream = StreamedRows(sources, renderer, data.max_length, data.shuffle_buffer, frozenset(held_out["prompt_key"]))

@@ -14,6 +14,8 @@ class RunState:
     best_step: int = 0
     # evaluations without a better tau
     since_best: int = 0
+    # PreparedRows.key of what it was trained and judged on
+    rows: str = ""
     tracker: dict[str, Any] = field(default_factory=dict)
 
     def judge(self, tau: float) -> bool:
@@ -23,3 +25,11 @@ class RunState:
         if better:
             self.best_tau, self.best_step = tau, self.step
         return better
+
+    def meet(self, rows: str) -> list[str]:
+        """Go on with these rows; what changes with them, as text: a tau of other held-out replies compares with none."""
+        changed = self.rows not in ("", rows)
+        if changed:
+            self.best_tau, self.since_best = 0.0, 0
+        self.rows = rows
+        return ["data: other rows than before; the best tau is looked for anew"] if changed else []

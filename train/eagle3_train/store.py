@@ -206,6 +206,10 @@ def check_manifest(folder: Path, manifest: Manifest) -> None:
     """
     path = folder / MANIFEST
     if not path.is_file():
+        if any(folder.glob("*.safetensors")):
+            raise StoreError(
+                f"{str(folder)!r} has shards and no {MANIFEST}: of which run? Move them away, or put it back"
+            )
         raise StoreError(
             f"{str(folder)!r} holds no feature store (no {MANIFEST}); make one: python train/dump_features.py with the "
             "same settings"
