@@ -26,7 +26,6 @@ from eagle3_train.parallel import open_accelerator, parallelize
 from oracles.ranks import free_port, train_ranks
 from oracles.runs import arguments, metrics, train
 from oracles.script import ENV, ROOT, SCRIPT, launch, launch_command
-from oracles.tiny import tiny_chats, tiny_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore:only .* distinct tokens")
 CONFIGS = ROOT / "recipes/accelerate"
@@ -40,15 +39,6 @@ SETTINGS = {
     "save_every": 4,
 }
 FULL = pytest.mark.full
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """A folder with `target` and `chats.jsonl`."""
-    folder = tmp_path_factory.mktemp("made")
-    tiny_folder(folder / "target")
-    tiny_chats(folder / "chats.jsonl", folder / "target")
-    return folder
 
 
 @pytest.fixture(scope="module")
