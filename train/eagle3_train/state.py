@@ -27,7 +27,7 @@ class RunState:
         return better
 
     def meet(self, rows: str) -> list[str]:
-        """Go on with these rows; what changes with them, as text: a tau of other held-out replies compares with none."""
+        """Go on with these rows; what changes with them, as text: taus of other held-out replies do not compare."""
         changed = self.rows not in ("", rows)
         if changed:
             self.best_tau, self.since_best = 0.0, 0

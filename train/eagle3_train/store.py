@@ -207,9 +207,7 @@ def check_manifest(folder: Path, manifest: Manifest) -> None:
     path = folder / MANIFEST
     if not path.is_file():
         if any(folder.glob("*.safetensors")):
-            raise StoreError(
-                f"{str(folder)!r} has shards and no {MANIFEST}: of which run? Move them away, or put it back"
-            )
+            raise StoreError(f"{str(folder)!r} holds no feature store: shards, but no {MANIFEST}; move them away")
         raise StoreError(
             f"{str(folder)!r} holds no feature store (no {MANIFEST}); make one: python train/dump_features.py with the "
             "same settings"
