@@ -289,3 +289,20 @@ def test_deepspeed_takes_adamw_alone():
     accelerator: Any = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=2, deepspeed_config={}))
     with pytest.raises(ConfigError, match=r"optim\.name adamw"):
         zero.Zero(accelerator, module, optimizer, 1.0)
+
+
+def test_autocast_reaches_into_an_engine():
+    """Training in fp32 under DeepSpeed, on GPUs alone: its engine turns off the autocast that is on around it."""
+    module, dtypes = nn.Linear(2, 2), []
+
+    def engine(x):
+        with torch.autocast("cpu", enabled=False):
+            dtypes.append(module(x).dtype)
+
+    parallel: Any = object.__new__(zero.Zero)
+    parallel.accelerator, parallel.wrapped = SimpleNamespace(device=torch.device("cpu")), engine
+    parallel._take_autocast_inside(module)
+    with torch.autocast("cpu", torch.bfloat16):
+        parallel(torch.ones(1, 2))
+    parallel(torch.ones(1, 2))
+    assert dtypes == [torch.bfloat16, torch.float32]

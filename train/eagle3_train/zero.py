@@ -33,6 +33,26 @@ class Zero(Parallel):
         self.zero: Any = self.optimizer
         self.optimizer = self.zero.optimizer
 
+        self._autocast: Any = (torch.bfloat16, False)
+        self._take_autocast_inside(module)
+
+    def __call__(self, *inputs: Any) -> Any:
+        kind = self.accelerator.device.type
+        self._autocast = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        with torch.autocast(kind, enabled=False):
+            return self.wrapped(*inputs)
+
+    def _take_autocast_inside(self, module: nn.Module) -> None:
+        """Engines turn off what autocast is on around them: it is turned on again inside."""
+        forward, kind = module.forward, self.accelerator.device.type
+
+        def autocast(*inputs: Any) -> Any:
+            dtype, enabled = self._autocast
+            with torch.autocast(kind, dtype, enabled=enabled):
+                return forward(*inputs)
+
+        module.forward = autocast
+
     @property
     def hooked(self) -> bool:
         return True
