@@ -4,6 +4,7 @@ import os
 import re
 import runpy
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -14,9 +15,9 @@ from safetensors.torch import load_file
 from eagle3.errors import ConfigError
 from eagle3_train.folder import RunFolder
 from eagle3_train.signals import lost_touch
-from oracles.ranks import KINDS, start_ranks
+from oracles.ranks import KINDS, free_port, start_ranks
 from oracles.runs import arguments, losses, metrics, train
-from oracles.script import SCRIPT
+from oracles.script import ENV, SCRIPT, launch_command
 
 pytestmark = pytest.mark.filterwarnings("ignore:only .* distinct tokens")
 SETTINGS = {"max_steps": 12, "eval.every": 12, "save_every": 4, "rows_per_step": 2}
@@ -71,11 +72,7 @@ def test_sigterm(made, whole, tmp_path, world):
     run = tmp_path / "run"
     words = arguments(made, run, **{**SETTINGS, "save_every": 100})
     ranks = start_ranks(words, world=world, patch=SLOW)
-    deadline = time.monotonic() + 300
-    while not (run / "metrics.jsonl").exists() or len(metrics(run)) < 2:
-        assert time.monotonic() < deadline, ranks.output()
-        assert ranks.processes[0].is_alive(), ranks.output()
-        time.sleep(0.05)
+    wait_for(lambda: (run / "metrics.jsonl").exists() and len(metrics(run)) > 1, ranks.output)
     os.kill(ranks.processes[-1].pid, signal.SIGTERM)
     assert ranks.wait(120) == [128 + signal.SIGTERM] * world, ranks.output()
     step = int(checkpoint(run).name.removeprefix("step-"))
@@ -86,6 +83,32 @@ def test_sigterm(made, whole, tmp_path, world):
     same(run, whole, exactly=world == 1)
     if world == 1:
         assert losses(run) == losses(whole)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("processes", [1, 2])
+def test_sigterm_to_the_launcher(made, tmp_path, processes):
+    """accelerate ends at once and leaves what it started running for ever."""
+    run, log = tmp_path / "run", tmp_path / "log"
+    words = ["--num_processes", processes, "--main_process_port", free_port(), SCRIPT]
+    words += arguments(made, run, **{**SETTINGS, "max_steps": 100_000, "save_every": 100_000})
+    with log.open("w") as output:
+        launcher = subprocess.Popen(launch_command(*words), env=ENV, stdout=output, stderr=output)
+    try:
+        wait_for(lambda: (run / "metrics.jsonl").exists() and metrics(run), log.read_text)
+        launcher.terminate()
+        launcher.wait(60)
+        wait_for(lambda: log.read_text().count("which is saved") == processes, log.read_text)
+    finally:
+        launcher.kill()
+    assert checkpoint(run).is_dir()
+
+
+def wait_for(condition, output, seconds=120):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, output()
+        time.sleep(0.05)
 
 
 def test_sigterm_before_the_first_step(made, tmp_path):

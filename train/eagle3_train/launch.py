@@ -2,20 +2,25 @@
 told of --multi_gpu, and none under DeepSpeed where it is told of --cpu. Here it is told what it needs.
 """
 
+import ctypes
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
 
+PR_SET_PDEATHSIG = 1
 # what launchers give each of several processes
 RANKED = ("LOCAL_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
 def start_all_processes() -> None:
     """Become the launch that was asked for, if accelerate started this process alone where several were wanted."""
-    started_alone = "ACCELERATE_MIXED_PRECISION" in os.environ and not any(name in os.environ for name in RANKED)
+    if "ACCELERATE_MIXED_PRECISION" not in os.environ or any(name in os.environ for name in RANKED):
+        return
+    _end_with_launcher()
     # accelerate names a place to meet only where it was asked for several
-    if not started_alone or "MASTER_ADDR" not in os.environ:
+    if "MASTER_ADDR" not in os.environ:
         return
     import psutil
 
@@ -26,6 +31,12 @@ def start_all_processes() -> None:
     if os.environ.pop("ACCELERATE_USE_CPU", "").lower() == "true":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.execv(sys.executable, [sys.executable, "-m", "accelerate.commands.launch", *words])
+
+
+def _end_with_launcher() -> None:
+    """Take the launcher's end for a SIGTERM: one that it gets itself it does not pass on to the process it started."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def several(launcher: Sequence[str]) -> list[str] | None:
