@@ -4,13 +4,14 @@ import csv
 import runpy
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-SCRIPT = str(Path(__file__).parents[2] / "train/bench_ttt.py")
+from oracles.script import ENV, ROOT
+
+SCRIPT = str(ROOT / "train/bench_ttt.py")
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +23,7 @@ def test_runs_without_a_peer(tmp_path):
     """A script that only its author can run; a peer that is absent without a word; columns that are missing."""
     command = [sys.executable, SCRIPT, "--tiny", "--lengths", "16", "--ours", "24", "--repeat", "1"]
     command += ["--peer", str(tmp_path / "absent"), "--csv", str(tmp_path / "ttt.csv")]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    result = subprocess.run(command, env=ENV, capture_output=True, text=True, check=True)
     assert result.stdout.startswith("no peer: ")
     with open(tmp_path / "ttt.csv") as file:
         records = list(csv.DictReader(file))
