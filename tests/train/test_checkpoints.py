@@ -1,10 +1,8 @@
 """Checkpoint files: written whole or not at all, damage noticed and named, taken up bit by bit."""
 
 import json
-import os
 import random
 import shutil
-import signal
 import subprocess
 import time
 from pathlib import Path
@@ -15,56 +13,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
 from eagle3.errors import CheckpointError, ConfigError
 from eagle3_train.checkpoints import Checkpoints
 from eagle3_train.config import OptimConfig, TrainConfig
-from eagle3_train.optim import make_optimizer
-from eagle3_train.parallel import open_accelerator, parallelize
 from eagle3_train.state import RunState
-
-CONFIG, HEAD = TrainConfig(max_steps=9), OptimConfig()
-
-
-class Small(nn.Module):
-    """A matrix, a bias, an integer buffer that belongs to the weights and one that does not."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.layer = nn.Linear(width, width)
-        self.register_buffer("ids", torch.arange(width))
-        self.register_buffer("table", torch.ones(width), persistent=False)
-
-    def forward(self, x):
-        return self.layer(x).pow(2).sum()
-
-
-def made(width=8, seed=0, **optim):
-    torch.manual_seed(seed)
-    module = Small(width)
-    return parallelize(
-        open_accelerator("cpu"), module, make_optimizer(module.named_parameters(), OptimConfig(**optim)), 1.0
-    )
-
-
-def step(parallel, count=1):
-    for i in range(count):
-        with parallel.micro_batch(last=True):
-            parallel.backward(parallel(torch.ones(2, parallel.module.ids.numel())))
-        parallel.step(0.01 / (i + 1), i + 1)
-
-
-def save(folder, parallel, at, average=None) -> Path:
-    state = RunState(step=at, best_tau=1 / 3, tracker={"run_id": "x"})
-    Checkpoints(folder, parallel).save(state, CONFIG, HEAD, average)
-    return latest(folder, parallel)
-
-
-def latest(folder, parallel) -> Path:
-    path = Checkpoints(folder, parallel).latest()
-    assert path is not None
-    return path
+from oracles.saver import CONFIG, HEAD, latest, made, save, start_saving, step
 
 
 @pytest.mark.parametrize("optim", [{}, {"name": "muon"}])
@@ -200,15 +154,15 @@ def test_killed_at_any_time(fast_disk):
     took = time.monotonic() - began
     checkpoints, last = Checkpoints(fast_disk, parallel), 0
     for turn in range(15):
-        if (child := os.fork()) == 0:
-            _save_for_ever(parallel, fast_disk, last)
-        # every other time the first one is waited for: on a busy machine none might be written else
-        while turn % 2 and not (fast_disk / f"step-{last + 1:08d}").exists():
-            assert os.waitpid(child, os.WNOHANG) == (0, 0)
-            time.sleep(0.001)
+        child = start_saving(fast_disk, 200, last)
+        # every other time a new one is waited for (on a busy machine none might be written else), or its beginning
+        while latest(fast_disk, parallel).name <= f"step-{last:08d}" and (
+            turn % 2 or not any(fast_disk.glob(".step*"))
+        ):
+            assert child.is_alive()
         time.sleep(draw.uniform(0.0, 3 * took))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        child.kill()
+        child.join()
         state, _, _ = checkpoints.load(latest(fast_disk, parallel), CONFIG, HEAD)
         assert state.step >= last
         last = state.step
@@ -217,18 +171,6 @@ def test_killed_at_any_time(fast_disk):
     whole = sorted(p.name for p in fast_disk.glob("step-*"))
     save(fast_disk, parallel, last + 1)
     assert sorted(p.name for p in fast_disk.iterdir()) == [whole[-1], f"step-{last + 1:08d}"]
-
-
-def _save_for_ever(parallel, folder, at):
-    torch.set_num_threads(1)
-    try:
-        while True:
-            at += 1
-            for p in parallel.parameters.values():
-                p.data.fill_(at)
-            save(folder, parallel, at)
-    finally:
-        os._exit(1)
 
 
 @pytest.fixture
