@@ -155,10 +155,9 @@ def test_killed_at_any_time(fast_disk):
     checkpoints, last = Checkpoints(fast_disk, parallel), 0
     for turn in range(15):
         child = start_saving(fast_disk, 200, last)
-        # every other time a new one is waited for (on a busy machine none might be written else), or its beginning
-        while latest(fast_disk, parallel).name <= f"step-{last:08d}" and (
-            turn % 2 or not any(fast_disk.glob(".step*"))
-        ):
+        # its first one is waited for, every other time until it is whole: on a busy machine none might be written else
+        known, pattern = f"step-{last:08d}", "step-*" if turn % 2 else ".step-*"
+        while not any(p.name.lstrip(".") > known for p in fast_disk.glob(pattern)):
             assert child.is_alive()
         time.sleep(draw.uniform(0.0, 3 * took))
         child.kill()
