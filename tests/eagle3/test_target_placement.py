@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import transformers
+from torch.multiprocessing.spawn import spawn
 from transformers.integrations import deepspeed, fsdp
 
 from eagle3.errors import ConfigError, UnsupportedTargetError
@@ -38,7 +38,7 @@ def folders(tmp_path_factory) -> Path:
 
 def run_ranks(folders: Path, families: tuple[str, ...]) -> list[dict]:
     """What each rank found, by family."""
-    mp.spawn(rank_of, (folders, families, IDS), nprocs=WORLD)
+    spawn(rank_of, (folders, families, IDS), nprocs=WORLD)
     return [torch.load(folders / f"{rank}.pt") for rank in range(WORLD)]
 
 
