@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,8 @@ class Ranks:
 
     processes: list[Any]
     outputs: list[Path]
-    codes: list[int] = field(default_factory=list)
+    # gone with this object
+    folder: tempfile.TemporaryDirectory
 
     def wait(self, timeout: float = 300) -> list[int]:
         """Exit codes by rank; a rank that runs longer is killed, which is an error."""
@@ -44,8 +45,7 @@ class Ranks:
             self.processes[i].kill()
             self.processes[i].join()
         assert not late, f"ranks {late} still ran after {timeout} s:\n{self.output(late[0])}"
-        self.codes = [process.exitcode for process in self.processes]
-        return self.codes
+        return [process.exitcode for process in self.processes]
 
     def output(self, rank: int = 0) -> str:
         return self.outputs[rank].read_text(errors="replace")
@@ -60,16 +60,16 @@ def start_ranks(words: Sequence[str], kind: str = "ddp", world: int = 2, patch: 
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+    folder = tempfile.TemporaryDirectory(prefix="ranks-")
     common = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     processes, outputs = [], []
     for rank in range(world):
         env = {**KINDS[kind], **common, "RANK": rank, "LOCAL_RANK": rank, "DS_ACCELERATOR": "cpu"}
-        outputs.append(folder / f"rank{rank}.log")
+        outputs.append(Path(folder.name) / f"rank{rank}.log")
         settings = {name: str(value) for name, value in env.items()}
         processes.append(context.Process(target=_rank, args=(settings, outputs[-1], list(words), patch)))
         processes[-1].start()
-    return Ranks(processes, outputs)
+    return Ranks(processes, outputs, folder)
 
 
 def train_ranks(words: Sequence[str], kind: str = "ddp", world: int = 2) -> None:

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from eagle3_train.accelerator import open_accelerator
 from eagle3_train.checkpoints import Checkpoints
 from eagle3_train.config import OptimConfig, TrainConfig
 from eagle3_train.optim import make_optimizer
-from eagle3_train.parallel import open_accelerator, parallelize
+from eagle3_train.parallel import parallelize
 from eagle3_train.state import RunState
 
 CONFIG, HEAD = TrainConfig(max_steps=9), OptimConfig()

@@ -19,10 +19,11 @@ from torch import nn
 
 from eagle3.errors import ConfigError, Eagle3Error
 from eagle3_train import zero
+from eagle3_train.accelerator import open_accelerator
 from eagle3_train.config import OptimConfig
 from eagle3_train.launch import several
 from eagle3_train.optim import make_optimizer
-from eagle3_train.parallel import open_accelerator, parallelize
+from eagle3_train.parallel import parallelize
 from oracles.ranks import free_port, train_ranks
 from oracles.runs import arguments, metrics, train
 from oracles.script import ENV, ROOT, SCRIPT, launch, launch_command

@@ -18,12 +18,12 @@ from eagle3.errors import ConfigError
 from eagle3.heads.eagle3 import Eagle3Head, head_config
 from eagle3.target import Target
 from eagle3.vocab import build_vocab_map
+from eagle3_train.accelerator import open_accelerator
 from eagle3_train.batches import PackedBatch, Supervision, batches_of, supervise
 from eagle3_train.config import TrainConfig
 from eagle3_train.evaluate import Counts, Tally
 from eagle3_train.features import Features
 from eagle3_train.folder import RunFolder
-from eagle3_train.parallel import open_accelerator
 from eagle3_train.prepared import PreparedRows, prepare_rows
 from eagle3_train.shelf import open_shelf
 from eagle3_train.sources import open_sources
