@@ -4,13 +4,14 @@
 
 Both start from the same architecture, vocabulary map and target features, each with its trainer's defaults but for the
 optimizer, AdamW (our default) and Muon (theirs); they freeze lm_head. The heads are compared by chain tau in our
-runtime, fp32. A stage whose output lies in the folder is not run again; without --peer only ours is trained.
+runtime, fp32. A stage whose output lies in the folder is not run again, and outputs of other settings are refused;
+without --peer only ours is trained.
 """
 
 import json
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,7 @@ def main(argv: list[str] | None = None) -> int:
         config = load_config(LearningConfig, argv, description=__doc__)
         folder = Path(config.output)
         folder.mkdir(parents=True, exist_ok=True)
+        _check_settings(config, folder / "settings.json")
         heads = {f"ours, {name}": folder / f"ours-{name}" / "last" for name in OPTIMIZERS}
         for name in OPTIMIZERS:
             if not (folder / f"ours-{name}" / "last").is_dir():
@@ -79,6 +81,15 @@ def main(argv: list[str] | None = None) -> int:
         print(one_line(error), file=sys.stderr)
         return 2
     return 0
+
+
+def _check_settings(config: LearningConfig, file: Path) -> None:
+    """Note what is compared; ConfigError where the folder holds another comparison."""
+    mine = json.loads(json.dumps({**asdict(config), "peer": None, "output": None, "threads": None}))
+    if file.is_file() and (found := json.loads(file.read_text())) != mine:
+        differing = ", ".join(name for name in mine if found.get(name) != mine[name])
+        raise ConfigError(f"{file.parent} holds a comparison with other {differing}; give another --output")
+    file.write_text(json.dumps(mine))
 
 
 def _settings(config: LearningConfig, folder: Path, optimizer: str = OPTIMIZERS[0]) -> list[str]:
