@@ -71,7 +71,7 @@ class Bench:
         words = word_ids(target.tokenizer, settings.bad_words)
         self.sampling = replace(settings.sampling, bad_words=words)
         self.prompts, self.progress = prompts, progress
-        self.plans = settings.plans() + ([ModePlan(HF, HF)] if settings.hf else [])
+        self.plans = settings.plans() + settings.hf_plans()
         self.modes = [ModeRun(plan.key, plan.settings) for plan in self.plans]
         self.groups: list[list[Turn]] = []
         self.notes: list[str] = []

@@ -25,7 +25,7 @@ from eagle3_infer.explain import replay_explainer
 from eagle3_infer.models import draft_folder, draft_name, load_draft, load_target, pick_device
 from eagle3_infer.prompts import Prompt, has_template, load_prompts, shipped_prompts_path
 from eagle3_infer.report import Comparison, build_report, write_json
-from eagle3_infer.settings import EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, RunSettings
+from eagle3_infer.settings import EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, NONE, RunSettings
 from eagle3_infer.table import render_report
 from eagle3_kernels.dispatch import kernels, set_kernels, uses_triton
 
@@ -35,6 +35,7 @@ SHOWN_CHARACTERS = 1200
 @torch.inference_mode()
 def run(settings: RunSettings, argv: Sequence[str]) -> int:
     """Run and print everything; returns the exit code."""
+    check_built(settings)
     prompts = load_prompts(prompts_path(settings), settings.limit, settings.max_turns)
     device = pick_device(settings.device)
     parse_dtype(settings.dtype)
@@ -56,6 +57,15 @@ def run(settings: RunSettings, argv: Sequence[str]) -> int:
         print(f"note: {note}")
     bench.notes[:0] = notes
     return conclude(settings, argv, target, bench)
+
+
+def check_built(settings: RunSettings) -> None:
+    """Raises ConfigError for a flag whose part is missing."""
+    for name in ("html", "plot", "server"):
+        if getattr(settings, name) is not None:
+            raise ConfigError(f"--{name} is not built in this checkout")
+    if set(settings.hf) - {NONE, "generate"}:
+        raise ConfigError("--hf prompt_lookup and assisted are not built in this checkout")
 
 
 def choose_kernels(name: str | None, device: torch.device) -> None:

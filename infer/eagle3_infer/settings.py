@@ -22,8 +22,12 @@ from eagle3_infer.config import (
 from eagle3_infer.request import has_surrogate
 
 RANDOM_DRAFT = "random"
-PLAIN, CHAIN, TREE, AUTO, HF = "plain", "chain", "tree", "auto", "hf_generate"
+PLAIN, CHAIN, TREE, AUTO = "plain", "chain", "tree", "auto"
 MODES = (PLAIN, CHAIN, TREE, AUTO)
+HF, HF_PROMPT_LOOKUP, HF_ASSISTED = "hf_generate", "hf_prompt_lookup", "hf_assisted"
+# what --hf calls them, and their keys in the report
+HF_MODES = {"generate": HF, "prompt_lookup": HF_PROMPT_LOOKUP, "assisted": HF_ASSISTED}
+NONE = "none"
 # of the command: done, --verify found a bug, bad input, interrupted
 EXIT_OK, EXIT_BUG, EXIT_ERROR, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -76,13 +80,20 @@ class RunSettings:
     prefill_rows: int = EngineConfig.prefill_rows
     graphs: str = EngineConfig.graphs
     repeats: int = 1
-    hf: bool = True
+    hf: tuple[str, ...] = ("generate",)
+    assistant: str | None = None
+    server: str | None = None
+    server_model: str | None = None
     logprobs: bool = False
     verify: bool = False
     json: str | None = None
+    html: str | None = None
+    html_replies: int = 4
+    plot: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("limit", "max_turns", "max_new_tokens", "threads", "batch", "prefill_rows", "repeats"):
+        counts = ("limit", "max_turns", "max_new_tokens", "threads", "batch", "prefill_rows", "repeats", "html_replies")
+        for name in counts:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{flag(name)} is {value}, expected at least 1")
@@ -90,15 +101,35 @@ class RunSettings:
         if unknown or not self.modes:
             found = ", ".join(unknown) or "nothing"
             raise ConfigError(f"--mode names {found}, expected some of {','.join(MODES)}")
+        self._check_baselines()
         for name in ("rule", "draft_noise"):
             if not getattr(self, name):
                 raise ConfigError(f"{flag(name)} names nothing, see --help")
         _check_texts("--stop", self.stop, "would end every reply at once")
         _check_texts("--bad-word", self.bad_words, "forbids nothing")
-        if self.json is not None:
-            check_writable(Path(self.json))
+        for name in ("json", "html"):
+            if (path := getattr(self, name)) is not None:
+                check_writable(flag(name), Path(path))
+        if self.plot is not None:
+            check_folder("--plot", Path(self.plot))
         check_graphs(self.graphs)
         self.plans()
+
+    def _check_baselines(self) -> None:
+        allowed = f"expected {NONE}, or some of {','.join(HF_MODES)}"
+        unknown = [name for name in self.hf if name not in (NONE, *HF_MODES)]
+        if unknown or not self.hf:
+            raise ConfigError(f"--hf names {', '.join(unknown) or 'nothing'}, {allowed}")
+        if NONE in self.hf and len(self.hf) > 1:
+            raise ConfigError(f"--hf is {','.join(self.hf)}, {allowed}")
+        if "assisted" in self.hf and self.assistant is None:
+            raise ConfigError("--hf assisted needs --assistant MODEL: a small model with the target's tokenizer")
+        if self.server is not None and not self.server.startswith(("http://", "https://")):
+            raise ConfigError(f"--server is {self.server}, expected http://host:port or https://...")
+
+    def hf_plans(self) -> list[ModePlan]:
+        """Hugging Face's modes in run order, `generate` first."""
+        return [ModePlan(key, key) for name, key in HF_MODES.items() if name in self.hf]
 
     def plans(self) -> list[ModePlan]:
         """The engine modes in run order, plain first (it is what the others are compared with)."""
@@ -179,6 +210,12 @@ class RunSettings:
             said.append("--rule and --draft-noise change nothing: no mode drafts")
         if self.threshold != RuleConfig.threshold and THRESHOLD not in self.rule:
             said.append(f"--threshold changes nothing: it belongs to --rule {THRESHOLD}")
+        if self.assistant is not None and "assisted" not in self.hf:
+            said.append("--assistant changes nothing: it drafts for --hf assisted")
+        if self.server_model is not None and self.server is None:
+            said.append("--server-model changes nothing without --server")
+        if self.html_replies != RunSettings.html_replies and self.html is None:
+            said.append("--html-replies changes nothing without --html")
         if self.logprobs and self.json is None:
             said.append("--logprobs changes nothing without --json: log-probabilities go to the report alone")
         return said
@@ -237,13 +274,26 @@ def _check_texts(name: str, texts: Sequence[str], when_empty: str) -> None:
         raise ConfigError(f"{name} holds bytes that are no text in this locale's encoding")
 
 
-def check_writable(path: Path) -> None:
-    """Raise before the run, not after it, when the report could not be written to `path`."""
+def check_writable(name: str, path: Path) -> None:
+    """Raise before the run, not after it, when flag `name`'s file could not be written."""
     if path.is_dir():
-        raise ConfigError(f"--json {path} is a folder, expected a file to write")
+        raise ConfigError(f"{name} {path} is a folder, expected a file to write")
     if path.exists() and not path.is_file():
-        raise ConfigError(f"--json {path} is a device or a pipe; the report replaces a file, give another path")
+        raise ConfigError(f"{name} {path} is a device or a pipe; the report replaces a file, give another path")
+    _check_parent(name, path)
+
+
+def check_folder(name: str, path: Path) -> None:
+    """Raise when flag `name`'s folder is none, cannot be made, or cannot be written into."""
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"{name} {path} is a file, expected a folder")
+    _check_parent(name, path)
+    if path.is_dir() and not os.access(path, os.W_OK):
+        raise ConfigError(f"{name} {path} is not writable")
+
+
+def _check_parent(name: str, path: Path) -> None:
     if not path.parent.is_dir():
-        raise ConfigError(f"--json {path}: the folder {path.parent} does not exist")
+        raise ConfigError(f"{name} {path}: the folder {path.parent} does not exist")
     if not os.access(path.parent, os.W_OK):
-        raise ConfigError(f"--json {path}: the folder {path.parent} is not writable")
+        raise ConfigError(f"{name} {path}: the folder {path.parent} is not writable")

@@ -140,7 +140,8 @@ def test_lists_run_every_combination(base, tmp_path):
         "1",
         "--repeats",
         "2",
-        "--no-hf",
+        "--hf",
+        "none",
     ]
     assert main([*base, *flags, "--json", str(path)]) == 0
     modes = json.loads(path.read_text())["modes"]
@@ -156,7 +157,7 @@ def test_lists_run_every_combination(base, tmp_path):
 
 
 def test_plain_only_needs_no_head(target_folder, prompts_file, capsys):
-    argv = ["--target", str(target_folder), "--prompts", str(prompts_file), "--mode", "plain", "--no-hf", *FAST]
+    argv = ["--target", str(target_folder), "--prompts", str(prompts_file), "--mode", "plain", "--hf", "none", *FAST]
     assert main(argv) == 0
     out = capsys.readouterr().out
     assert "head     none" in out and "nothing to compare" in out
@@ -164,7 +165,7 @@ def test_plain_only_needs_no_head(target_folder, prompts_file, capsys):
 
 def test_unused_flags_are_said_once(target_folder, prompts_file, tmp_path, capsys):
     path = tmp_path / "report.json"
-    argv = ["--target", str(target_folder), "--prompts", str(prompts_file), "--mode", "plain", "--no-hf"]
+    argv = ["--target", str(target_folder), "--prompts", str(prompts_file), "--mode", "plain", "--hf", "none"]
     assert main([*argv, "--max-new-tokens", "12", "--draft", "random", "--json", str(path)]) == 0
     assert capsys.readouterr().out.count("note: --draft changes nothing") == 1
     assert json.loads(path.read_text())["run"]["notes"] == ["--draft changes nothing: no mode drafts"]
@@ -172,14 +173,14 @@ def test_unused_flags_are_said_once(target_folder, prompts_file, tmp_path, capsy
 
 def test_the_run_says_that_its_seed_does_not_fix_its_tokens(base, tmp_path, capsys):
     path = tmp_path / "report.json"
-    flags = ["--mode", "auto", "--temperature", "1", "--rule", "target_only", "--no-hf", "--limit", "1"]
+    flags = ["--mode", "auto", "--temperature", "1", "--rule", "target_only", "--hf", "none", "--limit", "1"]
     assert main([*base, *flags, "--json", str(path)]) == 0
     assert capsys.readouterr().out.count("note: auto[target_only] draw") == 1
     assert json.loads(path.read_text())["run"]["notes"][0].startswith("auto[target_only] draw")
 
 
 def test_saved_head(base, head_folder):
-    assert main([*base, "--draft", str(head_folder), "--mode", "chain", "--no-hf", "--limit", "1"]) == 0
+    assert main([*base, "--draft", str(head_folder), "--mode", "chain", "--hf", "none", "--limit", "1"]) == 0
 
 
 def test_warnings_are_notes_of_one_line_each_said_once(base, head_folder, tmp_path, capsys):
@@ -192,7 +193,7 @@ def test_warnings_are_notes_of_one_line_each_said_once(base, head_folder, tmp_pa
     # loading here shows transformers' progress, unless a run before has turned it off
     capsys.readouterr()
     before = warnings.showwarning
-    assert main([*base, "--draft", str(folder), "--tree-top-k", "2,400", "--no-hf", "--limit", "1"]) == 0
+    assert main([*base, "--draft", str(folder), "--tree-top-k", "2,400", "--hf", "none", "--limit", "1"]) == 0
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(" ")[:2] for line in lines] == [["note:", "the"], ["note:", "tree"]]
     assert "other weights" in lines[0] and "top_k 400 is more than the draft vocabulary" in lines[1]
@@ -515,14 +516,14 @@ def test_report_survives_arguments_and_ids_that_are_no_text(base, tmp_path):
     """Bytes outside UTF-8 reach Python as lone surrogates, which no file takes."""
     prompts, report = tmp_path / "odd.jsonl", tmp_path / "\udcff.json"
     prompts.write_text('{"prompt": "a", "id": "\\ud800"}')
-    assert main([*base, "--prompts", str(prompts), "--mode", "plain", "--no-hf", "--json", str(report)]) == 0
+    assert main([*base, "--prompts", str(prompts), "--mode", "plain", "--hf", "none", "--json", str(report)]) == 0
     content = json.loads(report.read_text())
     assert content["outputs"][0]["id"] == "\ud800"
     assert content["run"]["argv"][-1] == str(report)
 
 
 def test_reader_that_leaves_early_is_no_error(target_folder, prompts_file):
-    words = ["--target", str(target_folder), "--prompts", str(prompts_file), "--mode", "plain", "--no-hf"]
+    words = ["--target", str(target_folder), "--prompts", str(prompts_file), "--mode", "plain", "--hf", "none"]
     command = [sys.executable, "-u", "-m", "eagle3_infer.cli", *words, "--max-new-tokens", "8"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout and process.stderr
@@ -539,7 +540,7 @@ def test_too_long_prompt_is_named(base, tmp_path, capsys):
 def test_a_later_turn_that_grows_too_long_is_left_out(base, tmp_path, capsys):
     path = tmp_path / "turns.jsonl"
     path.write_text(json.dumps({"turns": ["x" * 150, "y" * 150]}))
-    assert main([*base, "--prompts", str(path), "--mode", "plain", "--no-hf"]) == 0
+    assert main([*base, "--prompts", str(path), "--mode", "plain", "--hf", "none"]) == 0
     assert "turn 2 left out" in capsys.readouterr().out
 
 
@@ -565,7 +566,7 @@ def test_shipped_head_is_for_its_own_target(base, capsys):
 
 def test_help_is_quick_and_imports_nothing_heavy():
     code = (
-        "import sys; from eagle3_infer.cli import build_parser; build_parser().format_help(); "
+        "import sys; from eagle3_infer.flags import build_parser; build_parser().format_help(); "
         "print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
     )
     root = Path(__file__).parents[2]
