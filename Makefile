@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 # scale is DeepSpeed, which the tests run for real on two CPU ranks
-EXTRAS ?= train,scale,dev,gpu
+EXTRAS ?= train,scale,dev,gpu,plot,notebooks
 # pytest workers; each runs torch on one thread
 WORKERS ?= 2
 CORES := $(shell nproc 2>/dev/null || echo 2)
