@@ -23,6 +23,7 @@ from eagle3_infer.compare import compare_modes
 from eagle3_infer.config import SamplingConfig
 from eagle3_infer.explain import replay_explainer
 from eagle3_infer.models import draft_folder, draft_name, load_draft, load_target, pick_device
+from eagle3_infer.plots import check_matplotlib, write_charts
 from eagle3_infer.prompts import Prompt, has_template, load_prompts, shipped_prompts_path
 from eagle3_infer.report import Comparison, build_report, write_json
 from eagle3_infer.settings import EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, NONE, RunSettings
@@ -61,9 +62,11 @@ def run(settings: RunSettings, argv: Sequence[str]) -> int:
 
 def check_built(settings: RunSettings) -> None:
     """Raises ConfigError for a flag whose part is missing."""
-    for name in ("html", "plot", "server"):
+    for name in ("html", "server"):
         if getattr(settings, name) is not None:
             raise ConfigError(f"--{name} is not built in this checkout")
+    if settings.plot is not None:
+        check_matplotlib()
     if set(settings.hf) - {NONE, "generate"}:
         raise ConfigError("--hf prompt_lookup and assisted are not built in this checkout")
 
@@ -85,6 +88,8 @@ def conclude(settings: RunSettings, argv: Sequence[str], target: Target, bench: 
     if settings.json is not None:
         write_json(report, Path(settings.json))
         print(f"report: {settings.json}")
+    if settings.plot is not None:
+        print(f"charts: {', '.join(map(str, write_charts(report, Path(settings.plot)))) or 'nothing was measured'}")
     if bench.interrupted:
         print("interrupted: the figures above cover what was finished", file=sys.stderr)
         return EXIT_INTERRUPTED

@@ -54,6 +54,11 @@ def _summary_row(key: str, mode: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
+def mode_title(key: str, mode: dict[str, Any]) -> str:
+    """A mode in one phrase, for charts: kind, rule, shape."""
+    return f"{_mode_cell(key, mode)} {_shape(mode['settings'])}".strip()
+
+
 def _mode_cell(key: str, mode: dict[str, Any]) -> str:
     """Kind, rule and LOSSY where that is so; the shape has its own column."""
     settings = mode["settings"]
