@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from operator import itemgetter
 from typing import Any
 
 from eagle3.heads.protocol import DraftHead
@@ -11,6 +12,7 @@ from eagle3.target import Target
 from eagle3_infer.config import NO_GRAPHS, EngineConfig, TreeConfig
 from eagle3_infer.engine import Engine
 from eagle3_infer.request import Request, Result
+from eagle3_infer.trace import trace
 
 SLOTS = 8
 
@@ -44,25 +46,10 @@ def watch(target: Target, head: DraftHead, depth: int, requests: Sequence[Reques
         As `Engine` and `Engine.generate` do.
     """
     engine = Engine(target, head, TreeConfig.chain(depth), small(requests))
-    rounds: list[list[Round]] = [[] for _ in requests]
-    drafted: dict[int, list[int]] = {}
-    results = {}
-    for number, tokens, result in engine.stream(requests):
-        # the prefill's token comes from no round
-        if number in drafted:
-            rounds[number].append(Round(drafted[number], tokens))
-        if result is not None:
-            results[number] = result
-        else:
-            drafted[number] = _drafts(engine, number)
-    return [Watched(results[number], rounds[number]) for number in sorted(results)]
-
-
-def _drafts(engine: Engine, number: int) -> list[int]:
-    """What the next round verifies of a request that goes on."""
-    row = [running.number for running in engine.running].index(number)
-    tree = engine.draft.tree
-    return tree.tokens[row, 1 : len(tree.used_parents()[row])].tolist()
+    return [
+        Watched(reply.result, [Round(r.tree.tokens[1:], r.emitted) for r in reply.rounds])
+        for _, reply in sorted(trace(engine, requests), key=itemgetter(0))
+    ]
 
 
 def told(watched: Sequence[Watched], tokenizer: Any) -> list[dict[str, Any]]:
