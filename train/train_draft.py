@@ -72,10 +72,11 @@ def _train(config: TrainConfig, run: "Run", termination: Termination) -> None:
     from eagle3_train.checkpoints import Checkpoints
     from eagle3_train.ema import EMA
     from eagle3_train.evaluate import Tally
+    from eagle3_train.limits import due, ended, schedule_place, share_done
     from eagle3_train.optim import learning_rate, make_optimizer
     from eagle3_train.parallel import parallelize
     from eagle3_train.progress import Progress
-    from eagle3_train.run import due, ended, evaluate, load_parts, normalisers, over_ranks
+    from eagle3_train.run import evaluate, load_parts, normalisers, over_ranks
     from eagle3_train.state import RunState
     from eagle3_train.tracking import peak_memory
     from eagle3_train.ttt import TTTRollout, noisy
@@ -129,11 +130,12 @@ def _train(config: TrainConfig, run: "Run", termination: Termination) -> None:
                     output = parallel(inputs, counts)
                 parallel.backward(output.loss)
             tally.add(inputs, output)
-        lr = learning_rate(step, config.max_steps, config.optim)
+        lr = learning_rate(*schedule_place(state, new_tokens, config), config.optim)
         grad_norm = parallel.step(lr, step + 1)
         ema.update(parallel.local(), step + 1)
 
-        seconds += time.monotonic() - began
+        took = time.monotonic() - began
+        seconds, state.seconds = seconds + took, state.seconds + parallel.mean(took)
         state.step = step + 1
         tokens, state.tokens = tokens + new_tokens, state.tokens + new_tokens
         if due(config.eval.every, state, config):
@@ -152,6 +154,8 @@ def _train(config: TrainConfig, run: "Run", termination: Termination) -> None:
             run.log({**record, "lr": lr, "grad_norm": grad_norm, **speed})
             shown["loss"] = record["loss"]
             tally, tokens, seconds = Tally(steps), 0, 0.0
+        if config.max_steps is None:
+            shown["done"] = share_done(state, config)
         progress.update(state.step, new_tokens, **shown)
         stopping = parallel.any(termination.asked)
         if stopping or due(config.save_every, state, config):

@@ -204,6 +204,14 @@ def test_resumed_run_continues_the_same_tracker_run(tmp_path, installed):
     again.finish()
 
 
+def test_runs_of_a_sweep_share_a_group(tmp_path, installed):
+    """Runs of one sweep that the tracker lists apart, under names of its own."""
+    installed.add("trackio")
+    options = Trackers(["wandb", "trackio"], tmp_path, group="losses", name="kl-s0").init_kwargs(None)
+    assert all((options[k]["group"], options[k]["name"]) == ("losses", "kl-s0") for k in ("wandb", "trackio"))
+    assert "group" not in Trackers(["wandb"], tmp_path).init_kwargs(None)["wandb"]
+
+
 def test_wandb_without_login_goes_offline_and_says_so(tmp_path, installed, monkeypatch, capsys):
     monkeypatch.delenv("WANDB_MODE", raising=False)
     accelerator = FakeAccelerator(fail_times=1)

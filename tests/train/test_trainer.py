@@ -392,6 +392,29 @@ def test_wandb_without_login(made, tmp_path, monkeypatch):
     assert len(list((run / "tracking/wandb").glob("offline-run-*"))) == 1
 
 
+def test_a_budget_of_tokens(made, tmp_path):
+    """A run that stops at the budget with its learning rate still high; one that a resume makes longer."""
+    budget = {"max_steps": "null", "max_tokens": 1500, "save_every": 2}
+    run = train(made, tmp_path / "run", **budget)
+    rows = metrics(run)
+    assert rows[-2]["tokens"] < 1500 <= rows[-1]["tokens"]
+    assert rows[-1]["lr"] == pytest.approx(3e-3 * 0.02, rel=0.02)
+    assert [r["step"] for r in metrics(run, "eval")][-1] == rows[-1]["step"]
+    part = train(made, tmp_path / "part", **budget, eval__patience=0)
+    last = sorted((part / "checkpoints").iterdir())[-1]
+    shutil.rmtree(last)
+    assert losses(train(made, part, **budget)) == losses(run)
+
+
+def test_a_budget_of_minutes(made, tmp_path):
+    """Evaluations that count as training; a schedule that knows steps alone."""
+    run = train(made, tmp_path / "run", max_steps="null", max_minutes=0.05, save_every=1000, eval__every=1000)
+    rows = metrics(run)
+    spent = json.loads(next((run / "checkpoints").glob("*/progress.json")).read_text())["state"]["seconds"]
+    assert spent >= 3
+    assert rows[-1]["lr"] < 0.5 * max(r["lr"] for r in rows)
+
+
 def test_accelerate_launch(made, whole, tmp_path):
     """The documented command, from a YAML config: the same run as in this process."""
     config = tmp_path / "config.yaml"

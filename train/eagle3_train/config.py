@@ -205,7 +205,10 @@ class TrainConfig:
         autocast: dtype of the head's matrix products: bfloat16 or float32; weights are fp32 always.
         rows_per_step: chats of one optimizer step, over all processes.
         tokens_per_batch: most tokens in one forward of one process (data.max_length or more).
-        max_steps: optimizer steps.
+        max_steps: optimizer steps; None = max_tokens or max_minutes ends the run. The first limit that is reached does,
+            and the learning rate's schedule ends there.
+        max_tokens: tokens trained on.
+        max_minutes: minutes of updates; what is learned then depends on the machine's speed.
         save_every: steps between checkpoints.
         log_every: steps between metrics records.
         resume: auto (continue what `output` holds), never (refuse a folder that holds a run).
@@ -213,6 +216,8 @@ class TrainConfig:
         threads: torch threads; None leaves torch's choice.
         log_with: trackers through accelerate: wandb, tensorboard, trackio, mlflow.
         project: the trackers' project name.
+        group: in W&B and trackio, the group that the run belongs to (a sweep).
+        run_name: its name there; None = the trackers' choice.
     """
 
     target: str = EMBEDDED
@@ -231,7 +236,9 @@ class TrainConfig:
     autocast: str = "bfloat16"
     rows_per_step: int = 4
     tokens_per_batch: int = 4096
-    max_steps: int = 1000
+    max_steps: int | None = 1000
+    max_tokens: int | None = None
+    max_minutes: float | None = None
     save_every: int = 100
     log_every: int = 10
     resume: str = "auto"
@@ -239,6 +246,8 @@ class TrainConfig:
     threads: int | None = None
     log_with: tuple[str, ...] = ()
     project: str = "eagle3"
+    group: str | None = None
+    run_name: str | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "log_with", tuple(self.log_with))
@@ -249,8 +258,9 @@ class TrainConfig:
         object.__setattr__(self, "output", os.path.expanduser(self.output))
         if self.init_head is not None:
             object.__setattr__(self, "init_head", os.path.expanduser(self.init_head))
-        for name in ("rows_per_step", "tokens_per_batch", "max_steps", "save_every", "log_every"):
+        for name in ("rows_per_step", "tokens_per_batch", "save_every", "log_every"):
             _at_least(name, getattr(self, name), 1)
+        self._check_limits()
         if self.tokens_per_batch < self.data.max_length:
             raise ConfigError(
                 f"tokens_per_batch is {self.tokens_per_batch}; one chat may have data.max_length, "
@@ -284,6 +294,14 @@ class TrainConfig:
             )
         if not re.fullmatch(r"auto|(cpu|cuda|mps|xpu|npu)(:\d+)?", self.device):
             raise ConfigError(f"device is {self.device!r}; use auto, cpu, cuda or cuda:0")
+
+    def _check_limits(self) -> None:
+        limits = {name: getattr(self, name) for name in ("max_steps", "max_tokens", "max_minutes")}
+        if all(value is None for value in limits.values()):
+            raise ConfigError("the run has no end: give max_steps, max_tokens or max_minutes")
+        for name, value in limits.items():
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"{name} is {value}; it must be above 0")
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

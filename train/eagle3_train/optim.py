@@ -78,8 +78,11 @@ def _adamw_8bit() -> Callable[..., torch.optim.Optimizer]:
     return AdamW8bit
 
 
-def learning_rate(step: int, max_steps: int, config: OptimConfig) -> float:
-    """Linear warm-up, then cosine to `final_ratio` of the peak at the last step (step counts from 0)."""
+def learning_rate(step: float, max_steps: float, config: OptimConfig) -> float:
+    """Linear warm-up, then cosine to `final_ratio` of the peak at the last step (step counts from 0).
+
+    A run that tokens or seconds end counts these (eagle3_train.limits.schedule_place).
+    """
     warmup = max(1, round(config.warmup_ratio * max_steps))
     if step < warmup:
         return config.lr * (step + 1) / warmup

@@ -118,6 +118,10 @@ class Parallel:
         assert isinstance(total, Tensor)
         return total
 
+    def mean(self, value: float) -> float:
+        """The mean over processes of what each has, the same on all."""
+        return float(self.sum(torch.tensor(value, device=self.accelerator.device))) / self.world
+
     def any(self, flag: bool) -> bool:
         """Whether it holds on any process."""
         return bool(self.sum(torch.tensor([int(flag)], device=self.accelerator.device)))

@@ -13,7 +13,7 @@ class Progress:
     """Live progress: one rewritten line on a terminal, else a line every `every` steps.
 
     Args:
-        total_steps: where the run ends.
+        total_steps: where the run ends; None = not known in steps.
         start_step: the step that a resumed run goes on from.
         every: steps between lines where the stream is no terminal.
         stream: where to print, stderr by default; `enabled=False` prints nothing (other ranks).
@@ -24,7 +24,7 @@ class Progress:
 
     def __init__(
         self,
-        total_steps: int,
+        total_steps: int | None,
         start_step: int = 0,
         every: int = 10,
         stream: TextIO | None = None,
@@ -67,9 +67,11 @@ class Progress:
 
     def _line(self, step: int, values: dict[str, float | None]) -> str:
         (start, first, _), (end, last, _) = self._marks[0], self._marks[-1]
-        left = (end - start) / max(last - first, 1) * (self.total - step)
         shown = [f"{name} {value:.4g}" for name, value in values.items() if value is not None]
         rate = f"{self.tokens_per_second:,.0f} tok/s"
+        if self.total is None:
+            return "  ".join([f"{self.unit} {step}", *shown, rate])
+        left = (end - start) / max(last - first, 1) * (self.total - step)
         return "  ".join([f"{self.unit} {step}/{self.total}", *shown, rate, f"ETA {_clock_text(left)}"])
 
     def _show(self, line: str) -> None:

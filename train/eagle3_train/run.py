@@ -73,7 +73,8 @@ class Run:
                 torch.set_num_threads(config.threads)
             # before there is a process group: long work meets no collective's timeout
             self.rows = _prepare_rows(config, self.folder / "data")
-            self.trackers = Trackers(config.log_with, self.folder / "tracking", config.project, told=first)
+            place = {"project": config.project, "group": config.group, "name": config.run_name}
+            self.trackers = Trackers(config.log_with, self.folder / "tracking", **place, told=first)
             self.accelerator = open_accelerator(
                 config.device, log_with=[*self.trackers.names] or None, project_dir=self.trackers.folder
             )
@@ -196,16 +197,6 @@ def _load_head(config: TrainConfig, target: Target, rows: PreparedRows) -> Eagle
     head = Eagle3Head.for_target(target, vocab_map, config.head, config.seed)
     head.config = replace(head.config, trained_length=config.data.max_length)
     return head
-
-
-def ended(state: RunState, config: TrainConfig) -> bool:
-    """Whether the run is over: all steps are done, or tau has not risen for `eval.patience` evaluations."""
-    return state.step >= config.max_steps or 0 < config.eval.patience <= state.since_best
-
-
-def due(every: int, state: RunState, config: TrainConfig) -> bool:
-    """Whether what is done every so many steps (0: never) is to be done after this one; a run ends with all of it."""
-    return every > 0 and (state.step % every == 0 or ended(state, config))
 
 
 def normalisers(

@@ -10,6 +10,8 @@ class RunState:
 
     step: int = 0
     tokens: int = 0
+    # of updates, without evaluations and set-up
+    seconds: float = 0.0
     best_tau: float = 0.0
     best_step: int = 0
     # evaluations without a better tau

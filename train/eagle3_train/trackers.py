@@ -23,11 +23,17 @@ class Trackers:
     """
 
     def __init__(
-        self, log_with: Iterable[str] = (), folder: Path | str = ".", project: str = "eagle3", told: bool = True
+        self,
+        log_with: Iterable[str] = (),
+        folder: Path | str = ".",
+        project: str = "eagle3",
+        group: str | None = None,
+        name: str | None = None,
+        told: bool = True,
     ):
-        """`told`: whether this process says what is left out."""
+        """`group` and `name` are the run's; `told`: whether this process says what is left out."""
         self.names = available_trackers(log_with, told)
-        self.folder, self.project = str(folder), project
+        self.folder, self.project, self.group, self.name = str(folder), project, group, name
         self.run_id = uuid.uuid4().hex[:12]
         self._accelerator: Any = None
 
@@ -66,11 +72,13 @@ class Trackers:
 
     def init_kwargs(self, resume_step: int | None) -> dict[str, dict[str, Any]]:
         """What `accelerator.init_trackers` takes: one run, continued where the trackers know it already."""
+        group = {} if self.group is None else {"group": self.group}
+        named = {} if self.name is None else {"name": self.name}
         options = {
-            "wandb": {"id": self.run_id, "resume": "allow", "dir": self.folder},
+            "wandb": {"id": self.run_id, "resume": "allow", "dir": self.folder, **group, **named},
             # steps that the resumed run repeats are dropped; W&B keeps the first of two records by itself
             "tensorboard": {} if resume_step is None else {"purge_step": resume_step + 1},
-            "trackio": {"name": self.run_id, "resume": "allow"},
+            "trackio": {"name": self.run_id, "resume": "allow", **group, **named},
         }
         return {name: options[name] for name in self.names if options.get(name)}
 
