@@ -1,4 +1,4 @@
-"""The report as PNG charts for papers (`--plot DIR`). Reads the report's dict only; needs matplotlib, the extra `plot`."""
+"""The report as PNG charts for papers (`--plot DIR`). Reads the report's dict only; draws with matplotlib, an extra."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ STAGES = ("verify", "draft", "tree_build", "accept", "relocate", "other")
 # points that stand for fewer rounds are drawn hollow
 FEW_ROUNDS = 20
 # Okabe and Ito's, which the colour-blind can tell apart
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999", "#F0E442")
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#999999", "#D55E00", "#F0E442")
+DARK, HOLLOW = "#222222", "white"
 MARKERS = "osD^vPX*"
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
     "axes.spines.top": False,
@@ -92,7 +93,7 @@ def tau_chart(modes: Sequence[Mode]) -> Figure | None:
         return None
     figure, axes = _bars(modes)
     values = [mode.figures["tau"] for mode in modes]
-    bars = axes.barh(range(len(modes)), values, color=COLOURS[0], height=0.65, label="all rounds pooled")
+    bars = axes.barh(range(len(modes)), values, 0.65, color=COLOURS[0], label="all rounds pooled")
     axes.bar_label(bars, [f"{value:.2f}" for value in values], label_type="center", color="white")
     means = [mode.figures["tau_prompt_mean"] for mode in modes]
     axes.plot(means, range(len(modes)), "D", color=COLOURS[1], markersize=4, label="mean over prompts")
@@ -119,9 +120,10 @@ def speedup_chart(modes: Sequence[Mode]) -> Figure | None:
         errors = [[v - low for v, (low, _) in zip(values, spreads, strict=True)]]
         errors += [[high - v for v, (_, high) in zip(values, spreads, strict=True)]]
         if any(map(any, errors)):
-            axes.errorbar(values, places, xerr=errors, fmt="none", ecolor="#333333", capsize=2, linewidth=1)
-        axes.bar_label(bars, [f"{value:.2f}x" for value in values], label_type="center", color="white", fontsize=8)
-    axes.axvline(1, color="#333333", linewidth=0.8)
+            axes.errorbar(values, places, xerr=errors, fmt="none", ecolor=DARK, capsize=2, linewidth=1)
+        ink = ("white", DARK)[i]
+        axes.bar_label(bars, [f"{value:.2f}x" for value in values], label_type="center", color=ink, fontsize=8)
+    axes.axvline(1, color=DARK, linewidth=0.8)
     axes.set_xlabel("speedup, prefill excluded")
     _legend_above(figure)
     return figure
@@ -132,6 +134,8 @@ def acceptance_chart(modes: Sequence[Mode]) -> Figure | None:
     modes = [mode for mode in modes if mode.figures["rounds"] and any(mode.figures["accepted_by_level"])]
     if not modes:
         return None
+    from matplotlib.ticker import MaxNLocator
+
     figure, (given, overall) = _panels(2)
     for i, (title, figures) in enumerate(modes):
         accepted, rounds = figures["accepted_by_level"], figures["rounds"]
@@ -143,7 +147,7 @@ def acceptance_chart(modes: Sequence[Mode]) -> Figure | None:
         axes.set_title(title, fontsize=9)
         axes.set_xlabel("level of the tree")
         axes.set_ylim(0, 1)
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     given.set_ylabel("share accepted")
     _legend_below(figure)
     return figure
@@ -183,6 +187,7 @@ def context_chart(modes: Sequence[Mode]) -> Figure | None:
         groups = [(at, figures["by_context"].get(name)) for at, name in enumerate(buckets)]
         _line(axes, i, title, [Point(at, group["tau"], group["rounds"]) for at, group in groups if group])
     axes.set_xticks(range(len(buckets)), buckets)
+    axes.margins(x=0.1)
     axes.set_ylim(bottom=1)
     axes.set_xlabel("tokens of context when the round began")
     axes.set_ylabel("tau: tokens per round")
@@ -225,15 +230,18 @@ def _line(axes: Axes, number: int, title: str | None, points: Sequence[Point]) -
     places, values = [point.x for point in points], [point.y for point in points]
     axes.plot(places, values, color=colour, marker=marker, markersize=5, label=title)
     few = [point for point in points if point.rounds < FEW_ROUNDS]
-    axes.plot([p.x for p in few], [p.y for p in few], marker, color=colour, markerfacecolor="white", markersize=5)
+    if few:
+        axes.plot([p.x for p in few], [p.y for p in few], marker, color=colour, markerfacecolor=HOLLOW, markersize=5)
 
 
 def _legend_above(figure: Figure) -> None:
-    figure.legend(loc="outside upper center", ncols=6)
+    figure.legend(loc="outside upper center", ncols=len(STAGES))
 
 
 def _legend_below(figure: Figure) -> None:
-    figure.legend(loc="outside lower center", ncols=3, title=f"hollow: fewer than {FEW_ROUNDS} rounds", title_fontsize=8)
+    hollow = any(line.get_markerfacecolor() == HOLLOW for axes in figure.axes for line in axes.lines)
+    title = f"hollow: fewer than {FEW_ROUNDS} rounds" if hollow else None
+    figure.legend(loc="outside lower center", ncols=4, title=title, title_fontsize=8)
 
 
 def _save(figure: Figure, path: Path, command: str) -> Path:
