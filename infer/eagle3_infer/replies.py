@@ -54,6 +54,19 @@ class Words:
         return texts
 
 
+@dataclass
+class Told:
+    """Replies to look at.
+
+    Args:
+        replies: as `tell_reply` gives them; words: texts of their trees' tokens; notes: what is to be known of them.
+    """
+
+    replies: list[dict[str, Any]] = field(default_factory=list)
+    words: dict[int, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
 def tell_reply(outputs: Sequence[Output], traces: dict[str, Trace], asked: str, words: Words) -> dict[str, Any]:
     """One turn of one prompt as every mode answered it.
 

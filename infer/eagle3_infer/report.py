@@ -4,11 +4,12 @@ import json
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TextIO
 
 from eagle3_infer.loops import in_loop, outside_loops
 from eagle3_infer.request import STAGES, Result
@@ -262,11 +263,18 @@ def context_name(bucket: int) -> str:
 
 def write_json(report: dict[str, Any], path: Path) -> None:
     """Write under a temporary name beside `path`, then rename."""
+    with replace_file(path) as file:
+        json.dump(report, file, indent=1, ensure_ascii=False, allow_nan=False)
+
+
+@contextmanager
+def replace_file(path: Path) -> Iterator[TextIO]:
+    """A text file under a temporary name, which takes `path` once the block is done; an error leaves `path` as it was."""
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         # a lone surrogate (an argument or an id that is no text) becomes the escape that JSON has for it
         with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
-            json.dump(report, file, indent=1, ensure_ascii=False, allow_nan=False)
+            yield file
         # mkstemp makes files private; a report is as readable as any other file
         mask = os.umask(0)
         os.umask(mask)

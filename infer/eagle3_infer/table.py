@@ -1,28 +1,52 @@
 """The report as plain text: what `eagle3-infer` prints after a run. Reads the report's dict only."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from eagle3_infer.config import MATCH, NO_NOISE
 
 REST = ("tree_build", "accept", "relocate", "other")
 HEADER = ("mode", "shape", "tokens", "tau", "tok/s", "vs plain", "vs HF", "prefill", "draft", "verify", "rest")
 SHOWN_DIVERGENCES = 12
-NAMES = {"hf_generate": "HF generate"}
+NAMES = {"hf_generate": "HF generate", "hf_prompt_lookup": "HF prompt lookup", "hf_assisted": "HF assisted"}
+
+
+class Group(NamedTuple):
+    """A part of every mode's figures by which they are told apart, and which of its figures are shown."""
+
+    part: str
+    corner: str
+    keys: tuple[str, ...]
+    title: str
+
+
+GROUPS = (
+    Group("by_category", "category", ("tau", "tokens_per_second"), "tau | tok/s by category"),
+    Group("by_context", "context", ("tau",), "tau by tokens of context"),
+)
 
 
 def render_report(report: dict[str, Any]) -> str:
     """Summary table, categories, contexts, acceptance by level, loops, and whether the outputs are the same."""
     if not report["modes"]:
         return "nothing was measured"
-    parts = [summary_table(report), category_table(report), context_table(report)]
+    parts = [summary_table(report), *group_tables(report)]
     parts += [acceptance_lines(report), logprob_line(report), loop_lines(report), identity_lines(report["verify"])]
     return "\n\n".join(part for part in parts if part)
 
 
 def summary_table(report: dict[str, Any]) -> str:
+    return align(summary_rows(report)) + "\n" + "\n".join(summary_notes(report))
+
+
+def summary_rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
+    """The header, and a row per mode."""
+    return [HEADER] + [_summary_row(key, mode) for key, mode in report["modes"].items()]
+
+
+def summary_notes(report: dict[str, Any]) -> list[str]:
+    """What the summary's figures mean, and what of them is to be known."""
     modes = report["modes"]
-    rows = [HEADER] + [_summary_row(key, mode) for key, mode in modes.items()]
     batch = report["run"].get("settings", {}).get("batch", 1)
     notes = [
         "tau: tokens per round; tok/s and speedups without the prefill; prefill ... rest in seconds.",
@@ -36,7 +60,7 @@ def summary_table(report: dict[str, Any]) -> str:
         notes.append(f"Slower than plain decoding here: {', '.join(slower)}.")
     if any(_spread(mode["tokens_per_second_spread"]) for mode in modes.values()):
         notes.append("tok/s, speedups: median of the repeats (lowest - highest); a speedup is taken within a repeat.")
-    return align(rows) + "\n" + "\n".join(notes)
+    return notes
 
 
 def _summary_row(key: str, mode: dict[str, Any]) -> tuple[str, ...]:
@@ -45,7 +69,7 @@ def _summary_row(key: str, mode: dict[str, Any]) -> tuple[str, ...]:
     return (
         _mode_cell(key, mode),
         _shape(mode["settings"]),
-        str(mode["tokens"]),
+        "-" if mode["tokens"] is None else str(mode["tokens"]),
         _number(mode["tau"]),
         _number(mode["tokens_per_second"], 1) + _spread(mode["tokens_per_second_spread"], 1),
         _times(mode["speedup_vs_plain"]) + _spread(mode["speedup_vs_plain_spread"]),
@@ -85,27 +109,24 @@ def _spread(values: Sequence[float] | None, digits: int = 2) -> str:
     return f" ({low:.{digits}f} - {high:.{digits}f})" if low != high else ""
 
 
-def category_table(report: dict[str, Any]) -> str:
-    """Tau and speed of every mode by prompt category; nothing when there is one category."""
-    return _grouped("by_category", "category", ("tau", "tokens_per_second"), "tau | tok/s by category", report)
+def group_tables(report: dict[str, Any]) -> list[str]:
+    """Tau, and speed where that is told, of every mode by category and by context; nothing where there is but one."""
+    return [f"{group.title}\n{align(rows)}" for group in GROUPS if (rows := group_rows(group, report))]
 
 
-def context_table(report: dict[str, Any]) -> str:
-    return _grouped("by_context", "context", ("tau",), "tau by tokens of context", report)
-
-
-def _grouped(part: str, corner: str, keys: Sequence[str], title: str, report: dict[str, Any]) -> str:
-    modes = {key: mode for key, mode in report["modes"].items() if part != "by_context" or mode["settings"]}
-    names = list(dict.fromkeys(name for mode in modes.values() for name in mode[part]))
+def group_rows(group: Group, report: dict[str, Any]) -> list[tuple[str, ...]]:
+    """The header, and a row per group; empty when there is one group."""
+    modes = {key: mode for key, mode in report["modes"].items() if group.part != "by_context" or mode["settings"]}
+    names = list(dict.fromkeys(name for mode in modes.values() for name in mode[group.part]))
     if len(names) < 2:
-        return ""
-    if part == "by_context":
+        return []
+    if group.part == "by_context":
         names.sort(key=lambda name: int(name.rstrip("+").split("-")[0]))
-    rows = [(corner, *(_name(key) for key in modes))]
+    rows = [(group.corner, *(_name(key) for key in modes))]
     for name in names:
-        cells = [mode[part].get(name) for mode in modes.values()]
-        rows.append((name, *(_cell(cell, keys) for cell in cells)))
-    return f"{title}\n{align(rows)}"
+        cells = [mode[group.part].get(name) for mode in modes.values()]
+        rows.append((name, *(_cell(cell, group.keys) for cell in cells)))
+    return rows
 
 
 def _cell(group: dict[str, Any] | None, keys: Sequence[str]) -> str:
