@@ -41,6 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = parse_settings(argv)
         _quieten()
         with warnings_as_notes():
+            if settings.server is not None:
+                from eagle3_infer.server_run import run_server
+
+                return run_server(settings, argv)
             from eagle3_infer.run import run
 
             return run(settings, argv)

@@ -212,7 +212,11 @@ def add_baselines(group: Any) -> None:
         help=_help(f"Hugging Face's own decoding: {NONE}, or some of {','.join(HF_MODES)}", RunSettings.hf),
     )
     group.add_argument("--assistant", metavar="MODEL", help="small model that drafts for --hf assisted")
-    group.add_argument("--server", metavar="URL", help="an OpenAI-compatible endpoint, http://host:port")
+    group.add_argument(
+        "--server",
+        metavar="URL",
+        help="measure this OpenAI-compatible server, http://host:port, and nothing else; acceptance from its /metrics",
+    )
     group.add_argument(
         "--server-model", metavar="NAME", help="what --server calls the model (default: the one that it lists)"
     )

@@ -62,7 +62,7 @@ def run(settings: RunSettings, argv: Sequence[str]) -> int:
 
 def check_built(settings: RunSettings) -> None:
     """Raises ConfigError for a flag whose part is missing."""
-    for name in ("html", "server"):
+    for name in ("html",):
         if getattr(settings, name) is not None:
             raise ConfigError(f"--{name} is not built in this checkout")
     if settings.plot is not None:

@@ -200,6 +200,8 @@ class RunSettings:
 
     def unused(self) -> list[str]:
         """What was asked for and changes nothing, flag by flag."""
+        if self.server is not None:
+            return [f"{name} changes nothing: --server alone is measured" for name in self._unused_by_servers()]
         said = [f"{name} changes nothing at temperature 0" for name in self._unused_when_greedy()]
         said += self._unused_by_shapes()
         if self.draft is not None and not self.needs_head:
@@ -219,6 +221,13 @@ class RunSettings:
         if self.logprobs and self.json is None:
             said.append("--logprobs changes nothing without --json: log-probabilities go to the report alone")
         return said
+
+    def _unused_by_servers(self) -> list[str]:
+        """Flags of this package's engine and of Hugging Face's decoding."""
+        names = ["target", "draft", "dtype", "device", "threads", "kernels", "prefill_rows", "graphs", "verify"]
+        names += ["tree_depth", "tree_top_k", "tree_nodes", "tree_level_weight", "chain_depth", "rule", "draft_noise"]
+        names += ["threshold", "hf", "assistant"]
+        return ["--mode"] * bool(self._given(["modes"])) + [flag(name) for name in self._given(names)]
 
     def _unused_by_shapes(self) -> list[str]:
         """Flags of trees that no mode grows."""

@@ -1,0 +1,78 @@
+"""`eagle3-infer --server URL`: measure a server instead of the engine of this package, and report alike."""
+
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import eagle3
+from eagle3_infer.endpoint import Endpoint
+from eagle3_infer.prompts import load_prompts
+from eagle3_infer.report import write_json
+from eagle3_infer.run import Progress, how_drawn, prompts_path
+from eagle3_infer.server import ServerBench
+from eagle3_infer.server_report import SERVER, build_server_report, server_lines
+from eagle3_infer.settings import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK, RunSettings
+from eagle3_infer.table import render_report
+
+
+def run_server(settings: RunSettings, argv: Sequence[str]) -> int:
+    """Run and print everything; returns the exit code: that of an error where a request failed.
+
+    Raises:
+        ConfigError: no model, or a setting that servers do not take.
+        ServerError: the server does not answer.
+    """
+    prompts = load_prompts(prompts_path(settings), settings.limit, settings.max_turns)
+    endpoint = Endpoint(settings.server or "")
+    model = settings.server_model or endpoint.model()
+    bench = ServerBench(settings, endpoint, model, prompts, Progress())
+    notes = settings.notes()
+    turns = sum(len(prompt.turns) for prompt in prompts)
+    at_once = f", {settings.batch} at once" if settings.batch > 1 else ""
+    print(f"server   {endpoint.url}, model {model}")
+    print(
+        f"prompts  {prompts_path(settings).name}: {len(prompts)} prompts, {turns} turns{at_once}, "
+        f"up to {settings.max_new_tokens} new tokens, {how_drawn(settings)}"
+    )
+    print("\n".join(f"note: {text}" for text in notes), end="\n" * bool(notes), flush=True)
+    bench.run()
+    print("\n".join(f"note: {text}" for text in bench.notes), end="\n" * bool(bench.notes))
+    report = build_server_report(describe(settings, argv, bench, notes), bench.repeats, describe_server(bench))
+    return conclude(settings, report, bench)
+
+
+def conclude(settings: RunSettings, report: dict[str, Any], bench: ServerBench) -> int:
+    """Print the tables, write the report."""
+    print("\n" + render_report(report))
+    if SERVER in report["modes"]:
+        print("\n" + server_lines(report["modes"][SERVER]))
+    if settings.json is not None:
+        write_json(report, Path(settings.json))
+        print(f"report: {settings.json}")
+    if bench.interrupted:
+        print("interrupted: the figures above cover what was finished", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    return EXIT_ERROR if any(repeat.failures for repeat in bench.repeats) else EXIT_OK
+
+
+def describe_server(bench: ServerBench) -> dict[str, Any]:
+    return {"url": bench.endpoint.url, "model": bench.model, "metrics": bench.metrics_path}
+
+
+def describe(settings: RunSettings, argv: Sequence[str], bench: ServerBench, notes: Sequence[str]) -> dict[str, Any]:
+    """The report's `run` block; what only the server knows of itself is null."""
+    unknown = ("target_fingerprint", "draft", "dtype", "threads", "kernels", "chat_template", "first_prompt")
+    return {
+        "argv": list(argv),
+        "versions": {"eagle3": eagle3.__version__, "python": platform.python_version()},
+        "target": bench.model,
+        "device": bench.endpoint.url,
+        "seed": settings.sampling.seed,
+        "settings": asdict(settings),
+        "notes": [*notes, *bench.notes],
+        "interrupted": bench.interrupted,
+        **dict.fromkeys(unknown),
+    }

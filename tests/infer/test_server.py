@@ -1,0 +1,384 @@
+"""`eagle3-infer --server` against a small server that really streams, counts, fails, falls silent and hangs up."""
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from eagle3_infer.cli import main, parse_settings
+from eagle3_infer.endpoint import Endpoint, ServerError
+from eagle3_infer.report import ModeRun, summarise_mode
+from eagle3_infer.server import MOST_FAILURES, chat_body
+from eagle3_infer.table import render_report
+
+WORDS = ["Hel", "lo", " there", ", ", "friend"]
+
+
+class Stub(ThreadingHTTPServer):
+    """Replies with WORDS, a token each, in pieces of one, two and two: rounds that accept one draft of two.
+
+    Attributes:
+        script: what happens to request 0, 1, ...: ok, 500, error, hangup, cut, silent; ok beyond.
+        delay: seconds before the first piece and between pieces.
+    """
+
+    daemon_threads = True
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.script, self.delay, self.bodies, self.headers = {}, 0.0, [], []
+        self.usage = self.models = self.metrics = True
+        self.rounds = self.replies = self.under_way = self.most_under_way = 0
+        self.lock = threading.Lock()
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def page(self):
+        told = {
+            "vllm:generation_tokens": 5 * self.replies,
+            "vllm:request_success": self.replies,
+            "vllm:spec_decode_num_drafts": self.rounds,
+            "vllm:spec_decode_num_draft_tokens": 2 * self.rounds,
+            "vllm:spec_decode_num_accepted_tokens": self.rounds,
+        }
+        lines = [f'{name}_total{{model_name="stub"}} {value}' for name, value in told.items()]
+        lines += [
+            f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{model_name="stub",position="{p}"}} {value}'
+            for p, value in enumerate((self.rounds, 0))
+        ]
+        return "\n".join(lines)
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Stub
+
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        stub = self.server
+        if self.path == "/v1/models" and stub.models:
+            self.answer(200, json.dumps({"data": [{"id": "stub"}]}))
+        elif self.path == "/metrics" and stub.metrics:
+            self.answer(200, stub.page())
+        else:
+            self.answer(404, '{"detail": "Not Found"}')
+
+    def do_POST(self):
+        stub = self.server
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with stub.lock:
+            number = len(stub.bodies)
+            stub.bodies.append(body)
+            stub.headers.append(dict(self.headers))
+            stub.under_way += 1
+            stub.most_under_way = max(stub.most_under_way, stub.under_way)
+        try:
+            self.chat(stub.script.get(number, "ok"), body)
+        except OSError:
+            pass
+        finally:
+            with stub.lock:
+                stub.under_way -= 1
+
+    def chat(self, what, body):
+        if self.path != "/v1/chat/completions":
+            self.answer(404, '{"detail": "Not Found"}')
+            return
+        if what == "500":
+            self.answer(500, '{"error": {"message": "out of\\nmemory", "code": 500}}')
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        self.event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
+        if what == "silent":
+            time.sleep(1)
+            return
+        if what == "error":
+            self.event({"error": {"message": "the engine died"}})
+            return
+        for piece in (WORDS[:1], WORDS[1:3], WORDS[3:]):
+            time.sleep(self.server.delay)
+            self.event({"choices": [{"delta": {"content": "".join(piece)}}]})
+            if what in ("hangup", "cut"):
+                # without and with the end of the chunked body
+                self.wfile.write(b"0\r\n\r\n" if what == "cut" else b"")
+                self.close_connection = True
+                return
+        self.event({"choices": [{"delta": {}, "finish_reason": "stop"}]})
+        with self.server.lock:
+            self.server.rounds += 2
+            self.server.replies += 1
+        if self.server.usage:
+            self.event({"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 5}})
+        self.wfile.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
+
+    def event(self, data):
+        text = f": comment\ndata: {json.dumps(data)}\n\n".encode()
+        self.wfile.write(f"{len(text):x}\r\n".encode() + text + b"\r\n")
+
+    def answer(self, status, text):
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text.encode())))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+
+@pytest.fixture
+def stub():
+    server = Stub()
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    rows = [
+        {"question_id": 1, "category": "one", "turns": ["Hello", "Again"]},
+        {"prompt": "مرحبا 🦅", "category": "two"},
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def measure(stub, prompts, tmp_path, capsys):
+    """Run the command; gives exit code, report, and what was printed."""
+
+    def run(*flags):
+        path = tmp_path / "report.json"
+        code = main(["--server", stub.url, "--prompts", str(prompts), "--json", str(path), *flags])
+        report = json.loads(path.read_text()) if path.exists() else None
+        return code, report, capsys.readouterr()
+
+    return run
+
+
+def test_report(stub, measure):
+    stub.delay = 0.02
+    code, report, printed = measure("--max-new-tokens", "9")
+    assert code == 0
+    mode = report["modes"]["server"]
+    assert set(mode) == {*summarise_mode(ModeRun("plain", {}), {}), "server"}
+    # three replies of five tokens in two rounds each; the warm-up is not among them
+    assert (mode["tokens"], mode["rounds"], mode["tau"]) == (15, 6, 2.0)
+    assert mode["accepted_by_level"] == [6, 0]
+    assert (mode["nodes_per_round"], mode["utilisation"]) == (2.0, 0.5)
+    # a piece each 20 ms or more: one before the first token, two after it
+    each = mode["server"]
+    assert each["first_token_seconds"]["median"] >= 0.02
+    assert each["request_seconds"]["median"] >= 0.06
+    assert mode["tokens_per_second"] < 4 / 0.04
+    assert mode["seconds_by_stage"]["prefill"] + mode["seconds_by_stage"]["other"] == pytest.approx(mode["seconds"])
+    assert (each["model"], each["requests"], each["failed"]) == ("stub", 3, 0)
+    assert {name: group["tokens"] for name, group in mode["by_category"].items()} == {"one": 10, "two": 5}
+    rows = [(row["id"], row["turn"], row["text"], row["tokens"]) for row in report["outputs"]]
+    text = "".join(WORDS)
+    assert rows == [("1", 0, text, 5), ("1", 1, text, 5), ("2", 0, text, 5)]
+    assert "tau 2.00 by vLLM's counters" in printed.out
+    assert render_report(report) in printed.out
+
+
+def test_what_the_server_is_asked(stub, measure):
+    measure("--max-new-tokens", "9", "--temperature", "0.5", "--top-k", "4", "--seed", "3", "--stop", "X")
+    warm_up, *asked = stub.bodies
+    assert warm_up["messages"][0]["content"] not in ("Hello", "مرحبا 🦅")
+    assert [body["messages"][-1]["content"] for body in asked] == ["Hello", "Again", "مرحبا 🦅"]
+    assert asked[1]["messages"][1] == {"role": "assistant", "content": "".join(WORDS)}
+    for body in asked:
+        assert body["stream"] is True
+        assert (body["model"], body["max_tokens"], body["temperature"]) == ("stub", 9, 0.5)
+        assert (body["top_k"], body["seed"], body["stop"]) == (4, 3, ["X"])
+        # what is not set is not sent: many servers refuse what they do not know
+        assert not body.keys() & {"min_p", "repetition_penalty", "top_p", "logit_bias"}
+
+
+def test_key_and_path(stub, measure, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    stub.models = False
+    code, report, _ = measure("--server", f"{stub.url}/v1/", "--server-model", "other")
+    assert code == 0
+    assert {body["model"] for body in stub.bodies} == {"other"}
+    assert {headers["Authorization"] for headers in stub.headers} == {"Bearer secret"}
+    assert "secret" not in json.dumps(report)
+
+
+def test_no_metrics_page(stub, measure):
+    stub.metrics = False
+    code, report, printed = measure()
+    mode = report["modes"]["server"]
+    assert code == 0
+    assert (mode["tau"], mode["rounds"], mode["utilisation"], mode["server"]["counted"]) == (None, None, None, None)
+    assert mode["tokens"] == 15
+    assert "acceptance          unknown" in printed.out
+
+
+def test_no_usage(stub, measure):
+    """Pieces of a stream are no tokens: without a count there is no speed."""
+    stub.usage = False
+    code, report, printed = measure()
+    mode = report["modes"]["server"]
+    assert code == 0
+    assert mode["tokens"] is mode["tokens_per_second"] is mode["end_to_end_tokens_per_second"] is None
+    assert mode["server"]["request_seconds"]["median"] > 0
+    assert "no usage" in printed.out
+
+
+def test_other_clients_are_told(stub, measure):
+    def interfere():
+        while len(stub.bodies) < 3:
+            time.sleep(0.005)
+        stub.replies += 7
+
+    stub.delay = 0.02
+    thread = threading.Thread(target=interfere, daemon=True)
+    thread.start()
+    _, _, printed = measure()
+    thread.join()
+    assert "others used the server meanwhile" in printed.out
+
+
+@pytest.mark.parametrize(
+    "what, said",
+    [
+        ("500", "answered 500: out of memory"),
+        ("error", "the engine died"),
+        ("hangup", "hung up in the middle"),
+        ("cut", "hung up in the middle"),
+    ],
+)
+def test_a_request_that_fails_is_counted_and_left_out(stub, measure, what, said):
+    """Request 2 is the second turn of the first prompt; the other prompt goes on."""
+    stub.script = {2: what}
+    code, report, printed = measure()
+    mode = report["modes"]["server"]
+    assert code == 2
+    assert (mode["tokens"], mode["server"]["requests"], mode["server"]["failed"]) == (10, 2, 1)
+    assert said in mode["server"]["failures"][0]
+    assert "prompt 1, turn 2" in mode["server"]["failures"][0]
+    assert said in printed.out
+    assert report["run"]["notes"][-1] in printed.out
+
+
+@pytest.mark.parametrize("what, said", [("500", "answered 500"), ("hangup", "hung up")])
+def test_a_server_that_fails_at_once_is_an_error(stub, measure, what, said):
+    stub.script = {0: what}
+    code, report, printed = measure()
+    assert (code, report) == (2, None)
+    assert said in printed.err
+    assert printed.err.count("\n") == 1
+
+
+def test_a_server_that_dies_is_given_up(stub, measure, tmp_path):
+    many = tmp_path / "many.jsonl"
+    many.write_text("\n".join(json.dumps({"prompt": f"{i}"}) for i in range(40)))
+    stub.script = dict.fromkeys(range(3, 99), "500")
+    code, report, printed = measure("--prompts", str(many))
+    assert code == 2
+    assert report["modes"]["server"]["tokens"] == 10
+    assert len(stub.bodies) == 3 + MOST_FAILURES
+    assert "gave up" in printed.out
+
+
+def test_a_silent_server(stub):
+    stub.script = {0: "silent"}
+    with pytest.raises(ServerError, match=r"silent for 0\.2 s"):
+        Endpoint(stub.url, idle_seconds=0.2).chat({"messages": []})
+
+
+def test_wrong_addresses(stub, measure):
+    code, _, printed = measure("--server", f"{stub.url}/elsewhere")
+    assert code == 2
+    assert "answered 404" in printed.err
+    assert "--server-model" in printed.err
+    code, _, printed = measure("--server", f"{stub.url}/elsewhere", "--server-model", "m")
+    assert code == 2
+    assert "/elsewhere/v1/chat/completions answered 404" in printed.err
+    code, _, printed = measure("--server", "http://127.0.0.1:1", "--server-model", "m")
+    assert code == 2
+    assert "is the server running?" in printed.err
+
+
+@pytest.mark.parametrize("flags, said", [(["--bad-word", "no"], "--bad-word"), (["--logprobs"], "--logprobs")])
+def test_what_servers_do_not_take(stub, measure, flags, said):
+    code, _, printed = measure(*flags)
+    assert code == 2
+    assert said in printed.err
+    assert not stub.bodies
+
+
+def test_conversations_run_at_once(stub, prompts, measure, tmp_path):
+    many = tmp_path / "many.jsonl"
+    many.write_text("\n".join(json.dumps({"prompt": f"{i}"}) for i in range(8)))
+    stub.delay = 0.03
+    code, report, _ = measure("--prompts", str(many), "--batch", "4")
+    mode = report["modes"]["server"]
+    assert code == 0
+    assert stub.most_under_way == 4
+    assert [row["id"] for row in report["outputs"]] == [str(i + 1) for i in range(8)]
+    # 32 tokens after the first ones; the run's seconds are shared out, not those of every request added up
+    assert mode["seconds"] < 0.75 * 8 * mode["server"]["request_seconds"]["median"]
+    assert mode["end_to_end_tokens_per_second"] == pytest.approx(40 / mode["seconds"])
+    assert mode["tokens_per_second"] > mode["end_to_end_tokens_per_second"]
+
+
+def test_repeats(stub, measure):
+    stub.delay = 0.005
+    code, report, _ = measure("--repeats", "3")
+    mode = report["modes"]["server"]
+    assert code == 0
+    assert len(stub.bodies) == 1 + 3 * 3
+    # counters are those of the repeat that is shown
+    assert (mode["tokens"], mode["rounds"]) == (15, 6)
+    low, high = mode["tokens_per_second_spread"]
+    assert low <= mode["tokens_per_second"] <= high
+
+
+def test_flags_of_the_engine_change_nothing():
+    settings = parse_settings(
+        ["--server", "http://h:1", "--mode", "tree", "--dtype", "float32", "--hf", "none", "--temperature", "1"]
+    )
+    assert [note.split()[0] for note in settings.notes()] == ["--mode", "--dtype", "--hf"]
+
+
+def test_logit_bias_is_sent_by_token():
+    settings = parse_settings(["--server", "http://h:1", "--logit-bias", "5=-2"])
+    assert chat_body(settings, "m", [{"role": "user", "content": "x"}], 4)["logit_bias"] == {"5": -2.0}
+
+
+def test_interrupt_keeps_what_was_finished(stub, tmp_path):
+    """^C while a reply streams: exit code 130, the replies before it in the report."""
+    many, path = tmp_path / "many.jsonl", tmp_path / "report.json"
+    many.write_text("\n".join(json.dumps({"prompt": f"{i}"}) for i in range(9)))
+    stub.delay = 0.1
+    command = [sys.executable, "-m", "eagle3_infer.cli", "--server", stub.url]
+    process = subprocess.Popen(
+        [*command, "--prompts", str(many), "--json", str(path)], stderr=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    deadline = time.monotonic() + 60
+    while len(stub.bodies) < 4 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    report = json.loads(path.read_text())
+    assert report["run"]["interrupted"]
+    assert [row["id"] for row in report["outputs"]] == ["1", "2"]
+    assert report["modes"]["server"]["tokens"] == 10
+    assert b"interrupted" in err
+    assert b"failed" not in out
