@@ -6,27 +6,26 @@ the reference code's (three default capture layers, no options), or as speculato
 
 import dataclasses
 import json
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from eagle3.capture import default_layers
 from eagle3.checkpoint import speculators
+from eagle3.checkpoint.folder import CONFIG, WEIGHTS, write_folder
 from eagle3.config import SCHEMA, HeadConfig, HeadOptions
 from eagle3.errors import CheckpointError, ConfigError
 from eagle3.heads.eagle3 import Eagle3Head
 from eagle3.target import Target
 from eagle3.vocab import check_vocab_map, identity_map
 
-WEIGHTS, CONFIG = "model.safetensors", "config.json"
-_OPTIONS = ("fc_norm", "norm_before_residual", "norm_output", "qk_norm", "attention_bias", "sliding_window")
-_OWN = ("capture_layers", "target_fingerprint", "trained_length", "num_layers", *_OPTIONS)
+# a head's options beside its sizes and number of layers
+OPTIONS = ("fc_norm", "norm_before_residual", "norm_output", "qk_norm", "attention_bias", "sliding_window")
+_OWN = ("capture_layers", "target_fingerprint", "trained_length", "num_layers", *OPTIONS)
 _SIZES = tuple(f.name for f in dataclasses.fields(HeadConfig) if f.name not in _OWN)
 _REPAIR = 'add "eagle3": {"schema": 1, "capture_layers": [...]} naming the 0-based layers whose outputs it reads'
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -41,35 +40,13 @@ def save_head(folder: str | Path, head: Eagle3Head, dtype: torch.dtype = torch.b
     folder = Path(folder)
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not (folder / WEIGHTS).is_file()):
         raise CheckpointError(f"{str(folder)!r} exists and is no head's folder: it is not overwritten")
+    return write_folder(folder, stored_tensors(head, dtype), config_json(head.config, dtype), {})
+
+
+def stored_tensors(head: Eagle3Head, dtype: torch.dtype) -> dict[str, Tensor]:
+    """What a checkpoint of the head holds: its tensors on the CPU, floating ones in `dtype`."""
     state = {k: v.detach().cpu() for k, v in head.state_dict().items()}
-    state = {k: (v.to(dtype) if v.is_floating_point() else v).contiguous() for k, v in state.items()}
-    part = folder.with_name(f".{folder.name}.{os.getpid()}.part")
-    try:
-        part.mkdir(parents=True, exist_ok=True)
-        save_file(state, part / WEIGHTS, metadata={"format": "pt"})
-        (part / CONFIG).write_text(json.dumps(config_json(head.config, dtype), indent=2) + "\n")
-        # safetensors writes 0600 whatever the umask
-        (part / WEIGHTS).chmod((part / CONFIG).stat().st_mode)
-        replace_folder(part, folder)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"head folder {str(folder)!r} cannot be written: {error}") from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-    return folder
-
-
-def replace_folder(part: Path, folder: Path) -> None:
-    """Rename `part` to `folder`; an earlier one is moved aside first, and removed once the new one stands."""
-    old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
-    if folder.exists():
-        folder.rename(old)
-    try:
-        part.rename(folder)
-    except OSError:
-        if old.exists():
-            old.rename(folder)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
+    return {k: (v.to(dtype) if v.is_floating_point() else v).contiguous() for k, v in state.items()}
 
 
 def config_json(config: HeadConfig, dtype: torch.dtype) -> dict[str, Any]:
@@ -119,6 +96,11 @@ def load_head(folder: str | Path, target: Target, dtype: torch.dtype | None = No
     head.load_state_dict(state)
     head.check_target(target)
     return head.to(target.device, dtype or target.dtype).eval()
+
+
+def stored_dtype(folder: Path) -> torch.dtype:
+    """The dtype of the weights in the folder of a head that load_head takes."""
+    return _read_weights(folder / WEIGHTS)["fc.weight"].dtype
 
 
 def read_config(folder: Path, target: Target) -> HeadConfig:
@@ -177,7 +159,7 @@ def _implied(content: dict, folder: Path) -> dict[str, Any]:
     hidden, heads = content.get("hidden_size"), content.get("num_attention_heads")
     defaults = HeadOptions()
     implied = {
-        **{name: getattr(defaults, name) for name in _OPTIONS},
+        **{name: getattr(defaults, name) for name in OPTIONS},
         "target_hidden_size": hidden,
         "draft_vocab_size": content.get("vocab_size"),
         "num_key_value_heads": heads,

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eagle3.attention import DenseCausal
-from eagle3.checkpoint import reference
+from eagle3.checkpoint import folder as folder_module
 from eagle3.checkpoint.reference import load_head, save_head
 from eagle3.config import HeadOptions
 from eagle3.errors import CheckpointError, ConfigError, VocabMapError
@@ -221,7 +221,7 @@ class TestSaving:
             raise error
 
         if at == "weights":
-            monkeypatch.setattr(reference, "save_file", fail)
+            monkeypatch.setattr(folder_module, "save_file", fail)
         elif at == "config":
             monkeypatch.setattr(Path, "write_text", fail)
         else:
@@ -239,7 +239,7 @@ class TestSaving:
         def stop(*_args, **_kwargs):
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(reference, "save_file", stop)
+        monkeypatch.setattr(folder_module, "save_file", stop)
         with pytest.raises(KeyboardInterrupt):
             save_head(folder, head)
         assert [p.name for p in folder.parent.iterdir()] == ["head"]
