@@ -1,0 +1,172 @@
+"""Run stages of runs as subprocesses, several runs at once; a run that fails is told and the others go on.
+
+Knows commands, logs and exit codes, nothing of what they do. Children have sessions of their own: ^C reaches this
+process alone, which then asks them to end and waits.
+"""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+DONE, FAILED, STOPPED, WAITING = "done", "failed", "stopped", "waiting"
+LAST_LINES = 6
+# for a checkpoint to be written
+GRACE = 120.0
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One command of a run. `done` tells whether its result lies there; `after` is called when it has ended well."""
+
+    name: str
+    command: Sequence[str]
+    log: Path
+    done: Callable[[], bool]
+    after: Callable[[], None] = lambda: None
+
+
+@dataclass
+class Job:
+    """The stages of one run, in their order, and what became of them."""
+
+    name: str
+    stages: Sequence[Stage]
+    status: str = WAITING
+    # of the stage that failed
+    failure: str = ""
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class Process(Protocol):
+    def poll(self) -> int | None: ...
+    def send_signal(self, signal: int, /) -> None: ...
+    def kill(self) -> None: ...
+
+
+Start = Callable[[Sequence[str], Path], Process]
+
+
+@dataclass
+class _Running:
+    job: Job
+    stage: Stage
+    process: Process
+    began: float
+
+
+class Execution:
+    """Jobs, `at_once` of them at a time.
+
+    Args:
+        start: starts a command whose output goes to a log.
+        tell: what is said on the way.
+        pause: seconds between looks at the children.
+    """
+
+    def __init__(
+        self,
+        jobs: Iterable[Job],
+        at_once: int = 1,
+        start: Start | None = None,
+        tell: Callable[[str], None] = print,
+        pause: float = 0.2,
+    ):
+        self.jobs, self.at_once, self.tell, self.pause = list(jobs), at_once, tell, pause
+        self._start = start or start_process
+        self._running: list[_Running] = []
+
+    def run(self) -> None:
+        """Until every job is done or has failed.
+
+        Raises:
+            KeyboardInterrupt: after all children have ended.
+        """
+        waiting = list(self.jobs)
+        try:
+            while waiting or self._running:
+                while waiting and len(self._running) < self.at_once:
+                    self._go_on(waiting.pop(0))
+                self._look()
+                if self._running:
+                    time.sleep(self.pause)
+        except BaseException:
+            self._stop()
+            raise
+
+    def _go_on(self, job: Job) -> None:
+        """Start the job's next stage, or note that there is none."""
+        for stage in job.stages:
+            if not stage.done():
+                job.status = WAITING
+                self.tell(f"{self._place(job)} {job.name}: {stage.name} -> {stage.log}")
+                process = self._start(stage.command, stage.log)
+                self._running.append(_Running(job, stage, process, time.monotonic()))
+                return
+        if not job.seconds:
+            self.tell(f"{self._place(job)} {job.name}: done before")
+        job.status = DONE
+
+    def _look(self) -> None:
+        for one in list(self._running):
+            if (code := one.process.poll()) is not None:
+                self._running.remove(one)
+                self._finish(one, code)
+
+    def _finish(self, one: _Running, code: int) -> None:
+        job, stage = one.job, one.stage
+        job.seconds[stage.name] = time.monotonic() - one.began
+        if code == 0:
+            stage.after()
+        if code == 0 and stage.done():
+            self._go_on(job)
+            return
+        job.status = FAILED
+        what = f"ended with code {code}" if code else "ended well, and left no result"
+        job.failure = f"{stage.name} {what}; the end of {stage.log}:\n{tail(stage.log)}"
+        self.tell(f"{self._place(job)} {job.name}: {stage.name} {what}")
+
+    def _place(self, job: Job) -> str:
+        return f"[{self.jobs.index(job) + 1}/{len(self.jobs)}]"
+
+    def _stop(self) -> None:
+        """Ask the children to end, wait, and end those that do not, or all at another ^C."""
+        for one in self._running:
+            one.job.status = STOPPED
+            one.process.send_signal(signal.SIGTERM)
+        try:
+            until = time.monotonic() + GRACE
+            while time.monotonic() < until and any(one.process.poll() is None for one in self._running):
+                time.sleep(min(self.pause, 0.2))
+        finally:
+            for one in self._running:
+                if one.process.poll() is None:
+                    one.process.kill()
+
+
+def start_process(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+    """Start a command; its output is appended to the log, after the command itself."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as file:
+        file.write(f"$ {' '.join(command)}\n".encode())
+        file.flush()
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+
+
+def tail(log: Path, lines: int = LAST_LINES) -> str:
+    """The last lines of a log, indented."""
+    if not log.is_file():
+        return "  (no log)"
+    text = log.read_text(encoding="utf-8", errors="replace").replace("\r", "\n").splitlines()
+    return "\n".join(f"  {line}" for line in text[-lines:])

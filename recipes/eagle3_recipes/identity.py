@@ -1,0 +1,68 @@
+"""What makes two runs the same: their settings, and the content of the files these name; not the code, not the paths of
+outputs, not how fast a machine is told to be."""
+
+import json
+from dataclasses import fields, is_dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from eagle3.errors import ConfigError
+
+Settings = dict[str, Any]
+
+
+class Identity:
+    """Settings by dotted name: those that differ from the defaults make the digest, all of them are kept beside a run.
+
+    A setting that is new in the code, with a default, leaves the digests of older runs as they were.
+    """
+
+    def __init__(self, settings: Any, defaults: Any, ignored: frozenset[str], contents: Settings):
+        """`settings` and `defaults` are dataclasses; `contents` are digests of files, by what they are."""
+        usual, given = _by_name(defaults), _by_name(settings)
+        self.full = {k: v for k, v in given.items() if not _within(k, ignored)} | contents
+        self.differing = {k: v for k, v in self.full.items() if k not in usual or usual[k] != v}
+
+    @property
+    def digest(self) -> str:
+        return blake2b(json.dumps(self.differing, sort_keys=True).encode(), digest_size=5).hexdigest()
+
+    def check(self, kept: Settings, folder: Path) -> None:
+        """Raises ConfigError where a run of this digest was made under other defaults."""
+        changed = [k for k in self.full if k in kept and kept[k] != self.full[k]]
+        if changed:
+            told = ", ".join(f"{k} was {kept[k]!r}, is {self.full[k]!r}" for k in changed)
+            raise ConfigError(
+                f"{folder} was made under other defaults ({told}); move it away, or give another --output"
+            )
+
+
+def content(path: Path | str | None) -> str | None:
+    """Digest of a file, or of a head's folder by its weights; of what is no local file, its name."""
+    if path is None:
+        return None
+    file = Path(path) / "model.safetensors" if Path(path).is_dir() else Path(path)
+    if not file.is_file():
+        return str(path)
+    with file.open("rb") as stream:
+        digest = blake2b(digest_size=8)
+        while block := stream.read(2**22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _within(key: str, names: frozenset[str]) -> bool:
+    return key in names or key.partition(".")[0] in names
+
+
+def _by_name(settings: Any, prefix: str = "") -> Settings:
+    """A dataclass's settings and those of the dataclasses inside it by dotted name, as JSON holds their values."""
+    found: Settings = {}
+    for field in fields(settings):
+        value = getattr(settings, field.name)
+        if is_dataclass(value):
+            found |= _by_name(value, f"{prefix}{field.name}.")
+        else:
+            found[f"{prefix}{field.name}"] = json.loads(json.dumps(value, default=str))
+    return found

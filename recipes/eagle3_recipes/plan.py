@@ -1,0 +1,253 @@
+"""From a sweep and the command line to runs: their folders, settings and commands. Runs nothing, loads no torch."""
+
+import json
+import re
+import sys
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from eagle3.config import load_config
+from eagle3.errors import ConfigError
+from eagle3_infer.cli import parse_settings
+from eagle3_infer.settings import RunSettings
+from eagle3_recipes.budget import Budget
+from eagle3_recipes.identity import Identity, content
+from eagle3_recipes.sweep import Settings, Sweep
+from eagle3_train.config import TrainConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+SHIPPED_HEAD = ROOT / "infer/eagle3_infer/assets/head"
+SHIPPED_PROMPTS = ROOT / "infer/eagle3_infer/assets/prompts.jsonl"
+EVALUATE = "evaluate."
+# what changes a run's speed, place or records, and nothing that is measured
+_OF_TRAINING = frozenset(
+    (
+        *("output", "threads", "log_with", "project", "group", "run_name", "save_every", "log_every", "resume"),
+        *("data.files", "data.workers", "features.source", "features.store", "features.shard_mib"),
+    )
+)
+_OF_EVALUATION = frozenset(("draft", "prompts", "threads", "json", "html", "html_replies", "plot"))
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line changes of a sweep, and how it is run; see run_ablations.py."""
+
+    output: Path
+    files: tuple[str, ...] = ()
+    prompts: str | None = None
+    budget: Budget | None = None
+    seeds: tuple[int, ...] = ()
+    only: tuple[str, ...] = ()
+    jobs: int = 1
+    threads: int | None = None
+    store: Path | None = None
+    log_with: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Training:
+    """One training: the trainer's flags, and what it resolves to."""
+
+    base: Path
+    given: Settings
+
+    @property
+    def words(self) -> list[str]:
+        overrides = [word for name, value in self.given.items() for word in (f"--{name}", _text(value))]
+        return ["--config", str(self.base), *overrides]
+
+    @cached_property
+    def config(self) -> TrainConfig:
+        return load_config(TrainConfig, self.words)
+
+    @cached_property
+    def identity(self) -> Identity:
+        files = {"data": [content(name) for name in self.config.data.files]}
+        return Identity(self.config, TrainConfig(), _OF_TRAINING, files)
+
+    def store(self, root: Path) -> Path:
+        """The feature store that this run may share: of one target, set of layers, length and template."""
+        config = self.config
+        parts = {
+            "target": config.target,
+            "dtype": config.dtype,
+            "layers": config.head.capture_layers,
+            "length": config.data.max_length,
+            "template": config.data.template_options,
+            "kept": config.features.dtype,
+        }
+        layers = config.head.capture_layers
+        name = "default" if layers is None else "_".join(map(str, layers))
+        return root / f"layers-{name}-{_digest(parts)}"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One run of eagle3-infer: its flags, with _ for -."""
+
+    given: Settings
+    # of the head that the run trains
+    head: str | None = None
+
+    @property
+    def temperature(self) -> float:
+        return float(self.given.get("temperature", 0))
+
+    @property
+    def words(self) -> list[str]:
+        return [word for name, value in self.given.items() for word in _flag(name, value)]
+
+    @cached_property
+    def identity(self) -> Identity:
+        return self._identity(self.given)
+
+    @property
+    def without_temperature(self) -> Identity:
+        return self._identity({k: v for k, v in self.given.items() if k != "temperature"})
+
+    def _identity(self, given: Settings) -> Identity:
+        settings = parse_settings(Evaluation(given).words)
+        prompts = (settings.prompts or str(SHIPPED_PROMPTS)).split(",")
+        head = self.head or content(settings.draft or SHIPPED_HEAD)
+        files = {"prompts": [_prompts_content(name) for name in prompts], "head": head}
+        return Identity(settings, RunSettings(), _OF_EVALUATION, files)
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One variant under one seed."""
+
+    variant: str
+    seed: int
+    given: Settings
+    # of its identity
+    digest: str
+    folder: Path
+    training: Training | None
+    evaluations: tuple[Evaluation, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.variant} s{self.seed}"
+
+    @property
+    def head(self) -> Path:
+        """The folder that the trainer writes."""
+        return self.folder / "head"
+
+    def report(self, evaluation: Evaluation) -> Path:
+        return self.folder / f"evaluate-{evaluation.identity.digest}.json"
+
+
+def plan(sweep: Sweep, options: Options) -> list[PlannedRun]:
+    """All runs, the first seed of every variant before the second of any.
+
+    Raises:
+        ConfigError: a variant that is not there, a setting that trainer or eagle3-infer refuse.
+    """
+    unknown = [name for name in options.only if name not in sweep.variants]
+    if unknown:
+        raise ConfigError(f"--only names {', '.join(unknown)}; {sweep.path} has {', '.join(sweep.variants)}")
+    if not sweep.trains and (options.files or options.budget):
+        raise ConfigError(f"{sweep.path} trains nothing; leave out --files and --budget")
+    chosen = {name: given for name, given in sweep.variants.items() if not options.only or name in options.only}
+    seeds = options.seeds or sweep.seeds
+    runs = [_run(sweep, options, name, given, seed) for seed in seeds for name, given in chosen.items()]
+    for i, run in enumerate(runs):
+        if same := [other.name for other in runs[:i] if other.digest == run.digest]:
+            raise ConfigError(f"{sweep.path}: {run.name} is the same run as {same[0]}; leave one out")
+    return runs
+
+
+def _run(sweep: Sweep, options: Options, name: str, given: Settings, seed: int) -> PlannedRun:
+    own = {k.removeprefix(EVALUATE): v for k, v in given.items() if k.startswith(EVALUATE) or not sweep.trains}
+    flags = {**sweep.evaluate, **own}
+    if options.prompts is not None:
+        flags["prompts"] = options.prompts
+    try:
+        training = None
+        if sweep.base is not None:
+            training = _training(sweep, options, given, seed)
+            flags.setdefault("target", training.config.target)
+        else:
+            flags.setdefault("seed", seed)
+        temperatures = flags.get("temperature", 0)
+        several = temperatures if isinstance(temperatures, list) else [temperatures]
+        head = None if training is None else training.identity.digest
+        evaluations = tuple(Evaluation({**flags, "temperature": t}, head) for t in several)
+        identity = evaluations[0].without_temperature if training is None else training.identity
+        for evaluation in evaluations:
+            _ = evaluation.identity
+    except ConfigError as error:
+        raise ConfigError(f"{sweep.path}, variant {name}: {error}") from None
+    folder = _folder(options.output / "runs", f"{name}-s{seed}", identity)
+    return PlannedRun(name, seed, given, identity.digest, folder, training, evaluations)
+
+
+def _training(sweep: Sweep, options: Options, given: Settings, seed: int) -> Training:
+    assert sweep.base is not None
+    budget = options.budget or sweep.budget
+    settings = {**sweep.set, **({} if budget is None else budget.settings), "seed": seed}
+    if options.files:
+        settings["data.files"] = list(options.files)
+    return Training(sweep.base, settings | {k: v for k, v in given.items() if not k.startswith(EVALUATE)})
+
+
+def _folder(root: Path, name: str, identity: Identity) -> Path:
+    """Where a run of these settings lies already, of whatever sweep, or is to lie."""
+    found = sorted(root.glob(f"*-{identity.digest}"))
+    slug = re.sub(r"[^\w.=,-]+", "_", name)[:60]
+    folder = found[0] if found else root / f"{slug}-{identity.digest}"
+    if (kept := folder / "settings.json").is_file():
+        identity.check(json.loads(kept.read_text(encoding="utf-8")), folder)
+    return folder
+
+
+def training_command(run: PlannedRun, sweep: Sweep, options: Options, threads: int) -> list[str]:
+    """`train_draft.py` with what the run's identity leaves out, too."""
+    assert run.training is not None
+    rest: Settings = {"output": str(run.head), "threads": threads}
+    if options.store is not None:
+        rest |= {"features.source": "hybrid", "features.store": str(run.training.store(options.store))}
+    if options.log_with:
+        rest |= {"log_with": list(options.log_with), "group": sweep.name, "run_name": f"{run.variant}-s{run.seed}"}
+    words = Training(run.training.base, {**run.training.given, **rest}).words
+    return [sys.executable, str(ROOT / "train/train_draft.py"), *words]
+
+
+def evaluation_command(run: PlannedRun, evaluation: Evaluation, threads: int) -> list[str]:
+    """`eagle3-infer`, with the run's head where it trains one."""
+    rest: Settings = {"threads": threads, "json": str(partial(run.report(evaluation)))}
+    if run.training is not None:
+        rest["draft"] = str(run.head / "last")
+    return [sys.executable, "-m", "eagle3_infer.cli", *Evaluation({**evaluation.given, **rest}).words]
+
+
+def partial(report: Path) -> Path:
+    """Where a report lies until its run has ended well: one that was interrupted is written, too."""
+    return report.with_suffix(".part")
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    """A switch has no value; a list is a comma list."""
+    flag = f"--{name.replace('_', '-')}"
+    if isinstance(value, bool) or value is None:
+        return [flag] if value else []
+    return [flag, ",".join(map(str, value)) if isinstance(value, list) else str(value)]
+
+
+def _prompts_content(name: str) -> str | None:
+    return content(SHIPPED_PROMPTS if name == "shipped" else name)
+
+
+def _digest(value: Any) -> str:
+    from hashlib import blake2b
+
+    return blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=4).hexdigest()

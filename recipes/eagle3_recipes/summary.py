@@ -1,0 +1,22 @@
+"""The end of a sweep: its table, CSV, JSON and plots, from whatever runs are done."""
+
+from collections.abc import Sequence
+
+from eagle3_recipes.plan import Options, PlannedRun
+from eagle3_recipes.results import records, result
+from eagle3_recipes.sweep import Sweep
+from eagle3_recipes.table import inference_table, training_table, write_csv
+from eagle3_recipes.writing import write_json
+
+
+def show(sweep: Sweep, options: Options, runs: Sequence[PlannedRun]) -> None:
+    """Print the table; write NAME.txt, NAME.csv, NAME.json and, with matplotlib, NAME*.png beside the runs' folder."""
+    results = [result(run) for run in runs]
+    rows = records(results)
+    table = training_table(results, sweep.idle) if sweep.trains else inference_table(rows, sweep.idle)
+    options.output.mkdir(parents=True, exist_ok=True)
+    place = options.output / sweep.name
+    place.with_suffix(".txt").write_text(f"{sweep.question}\n\n{table}\n", encoding="utf-8")
+    write_json(place.with_suffix(".json"), {"sweep": sweep.name, "question": sweep.question, "runs": results})
+    write_csv(rows, place.with_suffix(".csv"))
+    print(f"\n{table}\n\n{place}.csv")

@@ -1,0 +1,158 @@
+"""One table of a sweep: means over seeds, their spread, and what the spread covers. Also as CSV, a row per run."""
+
+import csv
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+
+from eagle3_recipes.results import Record
+
+UNTOLD = "~"
+
+
+@dataclass(frozen=True)
+class Column:
+    """A figure of a group of records: the same variant (and mode, where modes have rows) under several seeds."""
+
+    title: str
+    pick: Callable[[Record], float | None]
+    digits: int = 3
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A figure's values, one a seed; a value is missing where a run is unfinished."""
+
+    values: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        return mean(self.values)
+
+    @property
+    def half_range(self) -> float:
+        return (max(self.values) - min(self.values)) / 2
+
+    def text(self, digits: int) -> str:
+        if not self.values:
+            return "-"
+        spread = f" ±{self.half_range:.{digits}f}" if len(self.values) > 1 else ""
+        return f"{self.mean:.{digits}f}{spread}"
+
+    def overlaps(self, other: "Cell") -> bool:
+        """Whether the ranges of two figures meet: their difference is then no finding."""
+        if not self.values or not other.values:
+            return False
+        return max(self.values) >= min(other.values) and max(other.values) >= min(self.values)
+
+
+def training_table(results: Sequence[Record], idle: bool) -> str:
+    """A row per variant."""
+    modes = list(
+        dict.fromkeys((e["temperature"], key) for r in results for e in r["evaluations"] for key in e["modes"])
+    )
+    several = len({temperature for temperature, _ in modes}) > 1
+    columns: list[Column] = []
+    for place in modes:
+        label = f"{place[1]}{f' T={place[0]:g}' if several else ''}"
+        columns.append(Column(f"{label} tau", _of_mode(place, "tau")))
+        if idle:
+            columns.append(Column(f"{label} vs plain", _of_mode(place, "speedup_vs_plain"), 2))
+    steps = max((len(r["training"]["alpha"]) for r in results if r["training"]), default=0)
+    columns.append(Column("held-out tau", lambda r: r["training"] and r["training"]["tau"]))
+    columns += [Column(f"alpha {k}", _alpha(k)) for k in range(steps)]
+    columns.append(Column("tokens", lambda r: r["training"] and r["training"]["tokens"], 0))
+    columns.append(Column("minutes", lambda r: r["training"] and r["training"]["seconds"] / 60, 1))
+    return _text(_groups(results, lambda r: r["variant"]), columns)
+
+
+def inference_table(records: Sequence[Record], idle: bool) -> str:
+    """A row per variant and mode."""
+    several = len({r["variant"] for r in records}) > 1
+    columns = [Column("tau", lambda r: r.get("tau")), Column("nodes/round", lambda r: r.get("nodes_per_round"), 1)]
+    columns.append(Column("used", lambda r: r.get("utilisation"), 3))
+    if idle:
+        columns += [
+            Column("tok/s", lambda r: r.get("tokens_per_second"), 1),
+            Column("vs plain", lambda r: r.get("speedup_vs_plain"), 2),
+            Column("vs HF", lambda r: r.get("speedup_vs_hf"), 2),
+        ]
+    temperatures = len({r.get("temperature") for r in records}) > 1
+
+    def name(record: Record) -> str:
+        parts = [record["variant"]] if several else []
+        parts += [f"T={record['temperature']:g}"] if temperatures and "temperature" in record else []
+        return "  ".join([*parts, _mode_name(record)])
+
+    return _text(_groups(records, name), columns)
+
+
+def write_csv(records: Iterable[Record], path: Path) -> None:
+    """Every record, unrounded; a column for every name that any of them has."""
+    rows = list(records)
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, names)
+        writer.writeheader()
+        writer.writerows(rows)
+    temporary.replace(path)
+
+
+def _mode_name(record: Record) -> str:
+    """A mode with the shape of its tree, which the key of a run's first tree leaves out."""
+    if "mode" not in record:
+        return "-"
+    if "depth" not in record:
+        return record["mode"]
+    kind = record["mode"].partition("[")[0]
+    rule = "" if record["rule"] == "match" else f" {record['rule']}"
+    noise = "" if record["draft_noise"] == "none" else f" {record['draft_noise']} noise"
+    return f"{kind} d{record['depth']}k{record['top_k']}n{record['nodes']}{rule}{noise}"
+
+
+def _groups(rows: Sequence[Record], name: Callable[[Record], str]) -> dict[str, list[Record]]:
+    groups: dict[str, list[Record]] = {}
+    for row in rows:
+        groups.setdefault(name(row), []).append(row)
+    return groups
+
+
+def _text(groups: dict[str, list[Record]], columns: Sequence[Column]) -> str:
+    cells = {
+        name: [Cell(tuple(v for r in rows if (v := column.pick(r)) is not None)) for column in columns]
+        for name, rows in groups.items()
+    }
+    first = next(iter(cells.values()), [])
+    lines = [["variant", *(column.title for column in columns), "runs"]]
+    for name, row in cells.items():
+        shown = [cell.text(column.digits) for cell, column in zip(row, columns, strict=True)]
+        if row is not first:
+            marks = [UNTOLD if len(a.values) > 1 and a.overlaps(b) else "" for a, b in zip(row, first, strict=True)]
+            shown = [text + mark for text, mark in zip(shown, marks, strict=True)]
+        whole = sum(bool(r.get("complete", r.get("status") == "done")) for r in groups[name])
+        lines.append([name, *shown, f"{whole}" if whole == len(groups[name]) else f"{whole} of {len(groups[name])}"])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    rows = [
+        "  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))])
+        for line in lines
+    ]
+    notes = ["± is half the range over seeds"] if any(len(c.values) > 1 for row in cells.values() for c in row) else []
+    if any(UNTOLD in cell for line in lines[1:] for cell in line[1:]):
+        notes.append(f"{UNTOLD} the ranges of this and of the first row meet: no difference was found")
+    return "\n".join([rows[0], "-" * len(rows[0]), *rows[1:], *notes])
+
+
+def _of_mode(place: tuple[float, str], figure: str) -> Callable[[Record], float | None]:
+    def pick(result: Record) -> float | None:
+        for evaluation in result["evaluations"]:
+            if evaluation["temperature"] == place[0] and place[1] in evaluation["modes"]:
+                return evaluation["modes"][place[1]][figure]
+        return None
+
+    return pick
+
+
+def _alpha(k: int) -> Callable[[Record], float | None]:
+    return lambda r: r["training"]["alpha"][k] if r["training"] and k < len(r["training"]["alpha"]) else None

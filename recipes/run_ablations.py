@@ -1,0 +1,153 @@
+"""Run a sweep: train and measure its variants under several seeds, and show them in one table.
+
+    python recipes/run_ablations.py recipes/ablations/capture_layers
+    python recipes/run_ablations.py recipes/ablations/loss --files chats.jsonl.gz --prompts mt_bench.jsonl --budget 5min
+    python recipes/run_ablations.py recipes/ablations/tree_shape --dry-run
+
+Every run is a process with a folder and a log of its own. What is done is not done again, by whatever sweep; what was
+stopped goes on with the same command. A run that fails is told at the end, and the others go on.
+"""
+
+import argparse
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from eagle3_recipes.budget import parse_budget
+from eagle3_recipes.execute import DONE, FAILED, Execution, Job
+from eagle3_recipes.plan import Options, PlannedRun, plan
+from eagle3_recipes.stages import note_settings, stages
+from eagle3_recipes.summary import show
+from eagle3_recipes.sweep import Sweep, check_seeds, read_sweep
+
+from eagle3.errors import ConfigError, Eagle3Error, one_line
+
+EXIT_FAILED, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors are ConfigErrors, as everywhere."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (see {self.prog} --help)")
+
+
+def build_parser() -> Parser:
+    parser = Parser(
+        description=__doc__,
+        epilog="exit codes: 0 all done; 1 a run failed; 2 bad input; 130 interrupted, 143 terminated",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("sweep", help="file of the sweep, with or without .yaml")
+    add("--files", type=_words, default=(), metavar="LIST", help="chats to train on (default: the base recipe's)")
+    add("--prompts", metavar="LIST", help="prompts to measure on (default: the sweep's)")
+    add("--output", type=Path, default=Path("runs/ablations"), metavar="DIR", help="(default: %(default)s)")
+    add("--budget", metavar="TEXT", help="of every training run: `200k tokens` or `5min` (default: the sweep's)")
+    add("--seeds", metavar="LIST", help="(default: the sweep's)")
+    add("--only", type=_words, default=(), metavar="LIST", help="only these variants")
+    add("--jobs", type=int, default=1, metavar="N", help="runs at once (default: %(default)s)")
+    add("--threads", type=int, metavar="N", help="of every run (default: the cores, divided among the jobs)")
+    add("--store", type=Path, metavar="DIR", help="keep the target's features there, for all runs of the same layers")
+    add("--log-with", type=_words, default=(), metavar="LIST", help="trackers; the sweep is one group of runs there")
+    add("--dry-run", action="store_true", help="print the commands of what is not done, and run nothing")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0, 1 where a run failed, 2 on bad input (one line on stderr), 130 on ^C, 143 on SIGTERM."""
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        given = build_parser().parse_args(argv)
+        sweep, options = read_sweep(given.sweep), _options(given)
+        runs = plan(sweep, options)
+        jobs = [Job(run.name, stages(run, sweep, options, _threads(options))) for run in runs]
+        if given.dry_run:
+            return _print_commands(jobs)
+        return _run(sweep, options, runs, jobs)
+    except Eagle3Error as error:
+        print(one_line(error), file=sys.stderr)
+        return EXIT_ERROR
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_ERROR
+
+
+def _run(sweep: Sweep, options: Options, runs: Sequence[PlannedRun], jobs: Sequence[Job]) -> int:
+    print(f"{sweep.question}\n{len(runs)} runs in {options.output / 'runs'}", flush=True)
+    for run in runs:
+        note_settings(run)
+    code = 0
+    try:
+        Execution(jobs, options.jobs, tell=lambda text: print(text, flush=True)).run()
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+    except SystemExit:
+        code = EXIT_TERMINATED
+    show(sweep, options, runs)
+    failed = [job for job in jobs if job.status == FAILED]
+    for job in failed:
+        print(f"\n{job.name}: {job.failure}", file=sys.stderr)
+    if unfinished := sum(job.status != DONE for job in jobs):
+        print(f"{unfinished} of {len(jobs)} runs are not done; the same command goes on", file=sys.stderr)
+    return code or (EXIT_FAILED if failed else 0)
+
+
+def _print_commands(jobs: Sequence[Job]) -> int:
+    for job in jobs:
+        left = [stage for stage in job.stages if not stage.done()]
+        print(f"# {job.name}{'' if left else ': done'}")
+        for stage in left:
+            print(" ".join(_quoted(word) for word in stage.command))
+    return 0
+
+
+def _options(given: argparse.Namespace) -> Options:
+    for name in ("jobs", "threads"):
+        if (value := getattr(given, name)) is not None and value < 1:
+            raise ConfigError(f"--{name} is {value}, expected at least 1")
+    seeds = ()
+    if given.seeds is not None:
+        try:
+            seeds = check_seeds(json.loads(f"[{given.seeds}]"), "--seeds")
+        except ValueError:
+            raise ConfigError(f"--seeds is {given.seeds!r}, expected whole numbers such as 0,1,2") from None
+    return Options(
+        output=given.output,
+        files=given.files,
+        prompts=given.prompts,
+        budget=None if given.budget is None else parse_budget(given.budget),
+        seeds=seeds,
+        only=given.only,
+        jobs=given.jobs,
+        threads=given.threads,
+        store=given.store,
+        log_with=given.log_with,
+    )
+
+
+def _threads(options: Options) -> int:
+    return options.threads or max(1, (os.cpu_count() or 1) // options.jobs)
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(",") if word.strip())
+
+
+def _quoted(word: str) -> str:
+    import shlex
+
+    return shlex.quote(word)
+
+
+def _terminate(_number: int, _frame: object) -> NoReturn:
+    raise SystemExit(EXIT_TERMINATED)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
