@@ -1,7 +1,7 @@
 """Run stages of runs as subprocesses, several runs at once; a run that fails is told and the others go on.
 
-Knows commands, logs and exit codes, nothing of what they do. Children have sessions of their own: ^C reaches this
-process alone, which then asks them to end and waits.
+Knows commands, logs and exit codes, nothing of what they do. Children have process groups of their own: ^C
+reaches this process alone, which then asks them to end and waits.
 """
 
 import os
@@ -159,7 +159,7 @@ def start_process(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
+            process_group=0,
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )
 
