@@ -1,4 +1,4 @@
-# make setup | demo | test | test-full | lint | gpu-check
+# make setup | demo | test | test-full | notebooks | lint | gpu-check
 # PYTHON=python3.12 picks another interpreter, VENV= another place
 PYTHON ?= python3
 VENV ?= .venv
@@ -10,7 +10,7 @@ WORKERS ?= 2
 CORES := $(shell nproc 2>/dev/null || echo 2)
 RUN := runs/demo
 
-.PHONY: setup demo demo-train demo-infer test test-full lint gpu-check clean
+.PHONY: setup demo demo-train demo-infer test test-full notebooks lint gpu-check clean
 
 setup: $(VENV)/.stamp
 
@@ -40,6 +40,10 @@ test: setup
 
 test-full: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "full or not full"
+
+# execute the notebooks and keep what they print and draw
+notebooks: setup
+	EAGLE3_KEEP_OUTPUTS=1 $(BIN)/python -m pytest tests/test_notebooks.py
 
 # every kernel on this machine's GPU: values, the engine's oracles, timings; DRY=1 checks what needs no GPU
 gpu-check: setup
