@@ -1,65 +1,113 @@
-"""Hugging Face `generate` on the same target: the baseline that users would otherwise run."""
+"""Hugging Face `generate` on the same target, plain or drafting: the baselines that users would otherwise run."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor
+from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
+from eagle3.errors import ConfigError
 from eagle3.target import Target
 from eagle3_infer.config import SamplingConfig
 from eagle3_infer.metrics import now
+from eagle3_infer.models import Assistant
 from eagle3_infer.request import STAGES, Request, Result
+from eagle3_infer.settings import HF, HF_ASSISTED, HF_PROMPT_LOOKUP
 from eagle3_infer.stops import Stops
+
+# what transformers' own examples take
+LOOKUP_TOKENS = 10
 
 
 @contextmanager
-def hf_decoder(target: Target) -> Iterator[Any]:
+def hf_decoder(target: Target, kind: str = HF, assistant: Assistant | None = None) -> Iterator[Any]:
     """A function Requests -> Results that runs `generate` once, with transformers' own attention.
 
     The model's generation config is put aside meanwhile: its penalties and sampling defaults would give
     another distribution than the one asked for.
+
+    Args:
+        kind: HF, HF_PROMPT_LOOKUP (drafts are what followed the last tokens before) or HF_ASSISTED (of `assistant`).
+            The last two take one request at a time.
     """
     model: Any = target.model
+    drafting = _drafting(target, kind, assistant)
     with target.stock():
         own = model.generation_config
         model.generation_config = GenerationConfig()
         try:
-            yield partial(hf_generate, target, model)
+            yield partial(hf_generate, target, model, drafting=drafting)
         finally:
             model.generation_config = own
 
 
-def hf_generate(target: Target, model: Any, requests: Sequence[Request]) -> list[Result]:
+def _drafting(target: Target, kind: str, assistant: Assistant | None) -> dict[str, Any]:
+    """What `generate` is told beside the request's settings; nothing where it does not draft."""
+    if kind == HF_PROMPT_LOOKUP:
+        return {"prompt_lookup_num_tokens": LOOKUP_TOKENS}
+    if kind != HF_ASSISTED:
+        return {}
+    assert assistant is not None
+    if assistant.model.config.get_text_config().vocab_size == target.vocab_size:
+        return {"assistant_model": assistant.model}
+    # drafts are then carried over as text
+    tokenizers = {"tokenizer": target.tokenizer, "assistant_tokenizer": assistant.tokenizer}
+    return {"assistant_model": assistant.model, **tokenizers}
+
+
+def hf_generate(
+    target: Target, model: Any, requests: Sequence[Request], drafting: Mapping[str, Any] = MappingProxyType({})
+) -> list[Result]:
     """Replies to requests that differ in their prompts alone, as one batch that runs until the last one is done.
 
     Prefill is the time to the first tokens, which charges it with generate's set-up. Each request has an equal share
     of the seconds.
+
+    Raises:
+        ConfigError: transformers does not draft for such a target or with such settings.
     """
     first = requests[0]
     ids, mask = left_padded([request.prompt_ids for request in requests], target.device)
-    clock = FirstTokenClock()
+    rounds = Rounds()
     torch.manual_seed(hash((first.sampling.seed, first.prompt_id, first.turn)) % 2**31)
     start = now(target.device)
-    rows = model.generate(
-        ids,
-        attention_mask=mask,
-        generation_config=generation_config(target, first),
-        logits_processor=extra_processors(first.sampling, ids.shape[1]),
-        streamer=clock,
-        **({"tokenizer": target.tokenizer} if first.stop else {}),
-    )
-    prefill, decode = clock.first - start, now(target.device) - clock.first
+    with rounds.counting(model), _refusing(drafting):
+        rows = model.generate(
+            ids,
+            attention_mask=mask,
+            generation_config=generation_config(target, first),
+            logits_processor=extra_processors(first.sampling, ids.shape[1]),
+            streamer=rounds,
+            **stopping(target, first, ids.shape[1], bool(drafting)),
+            **drafting,
+        )
+    prefill, decode = rounds.first - start, now(target.device) - rounds.first
     replies, share = rows[:, ids.shape[1] :].tolist(), len(requests)
+    # behind a reply's end comes what the longer ones of its batch made necessary, or drafts past a stop string; the
+    # reply of one that does not draft is shown as it is
+    trim = share > 1 or bool(drafting)
     return [
-        _as_result(target, request, reply, prefill / share, decode / share, share > 1)
+        _as_result(target, request, reply, rounds.runs, prefill / share, decode / share, trim)
         for request, reply in zip(requests, replies, strict=True)
     ]
+
+
+@contextmanager
+def _refusing(drafting: Mapping[str, Any]) -> Iterator[None]:
+    """What transformers says of drafting for this model is said of the flag."""
+    try:
+        yield
+    except ValueError as error:
+        if not drafting:
+            raise
+        name = "assisted" if "assistant_model" in drafting else "prompt_lookup"
+        raise ConfigError(f"--hf {name}: transformers refuses it: {' '.join(str(error).split())}") from error
 
 
 def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -90,9 +138,30 @@ def generation_config(target: Target, request: Request) -> GenerationConfig:
         sequence_bias=[[[token], value] for token, value in sampling.logit_bias] or None,
         eos_token_id=eos or None,
         pad_token_id=eos[0] if eos else 0,
-        stop_strings=list(request.stop) or None,
         **filters,
     )
+
+
+def stopping(target: Target, request: Request, prompt_width: int, drafts: bool) -> dict[str, Any]:
+    """What tells `generate` of the request's stop strings."""
+    if not request.stop:
+        return {}
+    if drafts:
+        return {"stopping_criteria": [StopStrings(target.tokenizer, request.stop, prompt_width)]}
+    return {"tokenizer": target.tokenizer, "stop_strings": list(request.stop)}
+
+
+class StopStrings(StoppingCriteria):
+    """Anywhere in the reply, the columns from `prompt_width` on. transformers' own criterion looks at the end alone,
+    which accepted drafts may have passed, and is handed to assistants without the tokenizer that it needs."""
+
+    def __init__(self, tokenizer: Any, strings: Sequence[str], prompt_width: int):
+        self.tokenizer, self.strings, self.prompt_width = tokenizer, strings, prompt_width
+
+    def __call__(self, input_ids: Tensor, scores: Any, **more: Any) -> Tensor:  # type: ignore[override]
+        replies = self.tokenizer.batch_decode(input_ids[:, self.prompt_width :], clean_up_tokenization_spaces=False)
+        found = [any(string in reply for string in self.strings) for reply in replies]
+        return torch.tensor(found, device=input_ids.device)
 
 
 def extra_processors(sampling: SamplingConfig, prompt_width: int) -> list[LogitsProcessor]:
@@ -114,20 +183,58 @@ class OutputPenalties(LogitsProcessor):
         return scores - self.presence * (counts > 0) - self.frequency * counts
 
 
-class FirstTokenClock(BaseStreamer):
-    """Notes when the first new token is on the host; `generate` puts the prompt first."""
+class Rounds(BaseStreamer):
+    """Notes how many tokens each forward of the target gave, and when the first were on the host.
+
+    Attributes:
+        runs: tokens per forward (of each row of a batch), the prefill's first.
+    """
 
     def __init__(self) -> None:
-        self.puts = 0
+        self.runs: list[int] = []
         self.first = 0.0
+        self._forwards = 0
+        self._prompt_was_put = False
+
+    @contextmanager
+    def counting(self, model: Any) -> Iterator[None]:
+        """Count the model's forwards meanwhile, and hold the tokens against them."""
+
+        def count(module: Any, args: Any) -> None:
+            self._forwards += 1
+
+        hook = model.register_forward_pre_hook(count)
+        try:
+            yield
+        finally:
+            hook.remove()
+        assert self._forwards == len(self.runs), (self._forwards, self.runs)
 
     def put(self, value: torch.Tensor) -> None:
-        self.puts += 1
-        if self.puts == 2:
+        if not self._prompt_was_put:
+            self._prompt_was_put = True
+            return
+        if not self.runs:
             self.first = time.perf_counter()
+        # a draft's forward gives [1, tokens], any other one token of each row [B]
+        self.runs.append(value.shape[1] if value.dim() == 2 else 1)
 
     def end(self) -> None:
         pass
+
+
+def run_lengths(runs: Sequence[int], count: int) -> list[int]:
+    """Of the rounds that gave `count` tokens, the first of them being the prefill's.
+
+    A prefill that verified drafts as well, and gave more than one token, is also a round.
+    """
+    rounds = [runs[0] - 1, *runs[1:]] if runs[0] > 1 else list(runs[1:])
+    kept, left = [], count - 1
+    for run in rounds:
+        if left > 0:
+            kept.append(min(run, left))
+            left -= run
+    return kept
 
 
 def _eos_ids(target: Target, request: Request) -> list[int]:
@@ -135,17 +242,15 @@ def _eos_ids(target: Target, request: Request) -> list[int]:
 
 
 def _as_result(
-    target: Target, request: Request, row: list[int], prefill: float, decode: float, batched: bool
+    target: Target, request: Request, row: list[int], runs: list[int], prefill: float, decode: float, trim: bool
 ) -> Result:
-    """Every forward after the prefill is a round of one token."""
     stops = Stops(_eos_ids(target, request), request.stop, request.max_new_tokens, target.tokenizer)
     kept, reason = stops.keep([], row)
-    # behind a reply's end comes what the longer ones of its batch made necessary; one alone is shown as it is
-    tokens = row[:kept] if batched else row
+    tokens = row[:kept] if trim else row
     return Result(
         token_ids=tokens,
         finish_reason=reason or "stop",
         prompt_tokens=len(request.prompt_ids),
-        run_lengths=[1] * (len(tokens) - 1),
+        run_lengths=run_lengths(runs, len(tokens)),
         seconds=dict.fromkeys(STAGES, 0.0) | {"prefill": prefill, "other": decode},
     )

@@ -14,10 +14,11 @@ from eagle3_infer.config import EngineConfig
 from eagle3_infer.engine import Engine
 from eagle3_infer.memory import peak_bytes, reset_peak
 from eagle3_infer.metrics import now
+from eagle3_infer.models import Assistant
 from eagle3_infer.prompts import Prompt, render, word_ids
 from eagle3_infer.report import ModeRun, Output
 from eagle3_infer.request import STAGES, Request, Result
-from eagle3_infer.settings import HF, ModePlan, RunSettings, flag
+from eagle3_infer.settings import HF, HF_KEYS, ModePlan, RunSettings, flag
 
 WARM_UP_TOKENS = 16
 
@@ -64,7 +65,10 @@ class Bench:
         head: Eagle3Head | None,
         prompts: Sequence[Prompt],
         progress: Shows,
+        assistant: Assistant | None = None,
     ):
+        """`assistant` drafts for Hugging Face's assisted generation, where that is a mode."""
+        self.assistant = assistant
         self.settings, self.target, self.head = settings, target, head
         self.tokenizer: Any = target.tokenizer
         # words that are not to be emitted, as the target's token ids
@@ -105,6 +109,10 @@ class Bench:
             with in_flags():
                 plain.scheduler.check(turn.request)
 
+    def first_requests(self) -> list[Request]:
+        """The first turn of every prompt."""
+        return [self._turn(index, 0, []).request for index in range(len(self.prompts))]
+
     def run(self) -> None:
         """Warm up and time every mode, `repeats` times; Ctrl-C ends it and keeps what was finished."""
         try:
@@ -129,9 +137,10 @@ class Bench:
 
     @contextmanager
     def _decoder(self, plan: ModePlan) -> Iterator[Decoder]:
-        if plan.kind == HF:
-            with hf_decoder(self.target) as generate:
-                yield Decoder(in_batches(generate, self.settings.batch), lambda requests: None)
+        if plan.kind in HF_KEYS:
+            at_once = self.settings.batch if plan.kind == HF else 1
+            with hf_decoder(self.target, plan.kind, self.assistant) as generate:
+                yield Decoder(in_batches(generate, at_once), lambda requests: None)
         else:
             s = self.settings
             config = EngineConfig(slots=s.batch, prefill_rows=s.prefill_rows, graphs=s.graphs)
@@ -214,7 +223,7 @@ class Bench:
             wall = now(self.target.device) - start
             booked = sum(sum(result.seconds.values()) for result in results.values())
             # what the engine's own clocks do not see is still time that the user waits
-            rest = 0.0 if mode == HF or len(results) < len(group) else max(0.0, wall - booked)
+            rest = 0.0 if mode in HF_KEYS or len(results) < len(group) else max(0.0, wall - booked)
             outputs += [
                 self._output(mode, group[index], results[index], rest / len(group)) for index in sorted(results)
             ]

@@ -5,17 +5,17 @@ from itertools import zip_longest
 
 from eagle3_infer.config import MATCH, RuleConfig
 from eagle3_infer.report import Comparison, Divergence, ModeRun, Output, Pair
-from eagle3_infer.settings import HF, PLAIN
+from eagle3_infer.settings import HF, HF_KEYS, PLAIN
 
 Explain = Callable[[Output, Output, int], Divergence]
 
 
 def compare_modes(modes: Sequence[ModeRun], explain: Explain | None, sampled: bool) -> Comparison:
-    """Every engine mode that must emit plain's tokens against plain and, at temperature 0, HF generate.
+    """Every mode that must emit plain's tokens against plain and, at temperature 0, HF generate.
 
     Args:
         explain: classifies (output, reference output, first differing index); None leaves it unclassified.
-        sampled: outputs are drawn. HF draws from its own generator, and so does every rule but match.
+        sampled: outputs are drawn.
     """
     by_key = {mode.key: mode for mode in modes if mode.outputs}
     apart = {key: reason for key, mode in by_key.items() if (reason := why_not_compared(mode, sampled))}
@@ -32,6 +32,8 @@ def compare_modes(modes: Sequence[ModeRun], explain: Explain | None, sampled: bo
 
 def why_not_compared(mode: ModeRun, sampled: bool) -> str:
     """Empty where the mode must emit plain decoding's tokens."""
+    if sampled and mode.key in HF_KEYS:
+        return "transformers draws noise of its own"
     if mode.lossy:
         return "a lossy rule"
     if sampled and not RuleConfig(mode.settings.get("rule", MATCH)).pathwise:

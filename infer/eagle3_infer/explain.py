@@ -13,7 +13,7 @@ from eagle3_infer.replay import Replay, Verdict
 from eagle3_infer.report import Divergence, Output
 from eagle3_infer.request import Request
 from eagle3_infer.sampling import Sampler
-from eagle3_infer.settings import HF
+from eagle3_infer.settings import HF_KEYS
 
 # a lead in logits that no change of the row count can undo, far above what was ever seen (bf16: about 0.3)
 LARGEST_GAP = {torch.float32: 1e-3, torch.float16: 1.0, torch.bfloat16: 4.0}
@@ -42,7 +42,7 @@ def replay_explainer(target: Target, bench: Bench) -> Explain:
             detail = f"fp32 decides {found.exact_plain} plainly and {found.exact_tree} through the drafts"
         elif found.gap > largest_gap(target, request):
             kind, detail = "bug", "fp32 agrees, but no rounding undoes such a lead"
-        elif reference.mode == HF:
+        elif {output.mode, reference.mode} & set(HF_KEYS):
             stock = stock_decision(replay.exact_models()[0], request, reference.token_ids[:position])
             if stock != found.exact_plain:
                 kind, detail = "bug", f"fp32 decides {found.exact_plain} here and {stock} in transformers"

@@ -3,16 +3,19 @@
 import os
 from importlib import resources
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import transformers
+from transformers import AutoTokenizer, GenerationConfig
 
 from eagle3.checkpoint.reference import load_head
 from eagle3.config import HeadOptions
 from eagle3.embedded import EMBEDDED
 from eagle3.errors import CheckpointError, ConfigError
 from eagle3.heads.eagle3 import Eagle3Head
-from eagle3.target import Target, parse_device
+from eagle3.loading import LOAD_ERRORS, load_model
+from eagle3.target import Target, parse_device, resolve_path
 from eagle3.vocab import build_vocab_map
 from eagle3_infer.settings import RANDOM_DRAFT, RunSettings
 
@@ -46,6 +49,29 @@ def random_head(target: Target) -> Eagle3Head:
     lowest_first = torch.arange(target.vocab_size, 0, -1)
     vocab_map = build_vocab_map(lowest_first, size, target.eos_ids, target.usable_vocab)
     return Eagle3Head.for_target(target, vocab_map).to(target.dtype).eval()
+
+
+class Assistant(NamedTuple):
+    """The small model that drafts for `--hf assisted`, and its tokenizer."""
+
+    model: Any
+    tokenizer: Any
+
+
+def load_assistant(name: str, target: Target) -> Assistant:
+    """On the target's device and in its dtype, without the generation settings that it comes with.
+
+    Raises:
+        ConfigError: no such folder, or nothing that transformers loads.
+    """
+    try:
+        folder = resolve_path(name)
+        model, _ = load_model(folder, target.dtype, target.device)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (ConfigError, *LOAD_ERRORS) as error:
+        raise ConfigError(f"--assistant {name} cannot be loaded: {' '.join(str(error).split())}") from error
+    model.generation_config = GenerationConfig()
+    return Assistant(model.eval(), tokenizer)
 
 
 def draft_folder(settings: RunSettings) -> Path | None:

@@ -22,11 +22,11 @@ from eagle3_infer.bench import Bench
 from eagle3_infer.compare import compare_modes
 from eagle3_infer.config import SamplingConfig
 from eagle3_infer.explain import replay_explainer
-from eagle3_infer.models import draft_folder, draft_name, load_draft, load_target, pick_device
+from eagle3_infer.models import draft_folder, draft_name, load_assistant, load_draft, load_target, pick_device
 from eagle3_infer.plots import check_matplotlib, write_charts
 from eagle3_infer.prompts import Prompt, has_template, load_prompts, shipped_prompts_path
 from eagle3_infer.report import Comparison, build_report, write_json
-from eagle3_infer.settings import EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, NONE, RunSettings
+from eagle3_infer.settings import EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, RunSettings
 from eagle3_infer.table import render_report
 from eagle3_kernels.dispatch import kernels, set_kernels, uses_triton
 
@@ -48,7 +48,8 @@ def run(settings: RunSettings, argv: Sequence[str]) -> int:
     choose_kernels(settings.kernels, device)
     target = load_target(settings, device)
     head = load_draft(settings, target) if settings.needs_head else None
-    bench = Bench(settings, target, head, prompts, Progress())
+    assistant = load_assistant(settings.assistant, target) if settings.assistant and settings.drafts_assisted else None
+    bench = Bench(settings, target, head, prompts, Progress(), assistant)
     notes = settings.notes()
     print("\n".join([*header_lines(settings, target, head, prompts), *(f"note: {text}" for text in notes)]))
     bench.prepare()
@@ -67,8 +68,6 @@ def check_built(settings: RunSettings) -> None:
             raise ConfigError(f"--{name} is not built in this checkout")
     if settings.plot is not None:
         check_matplotlib()
-    if set(settings.hf) - {NONE, "generate"}:
-        raise ConfigError("--hf prompt_lookup and assisted are not built in this checkout")
 
 
 def choose_kernels(name: str | None, device: torch.device) -> None:

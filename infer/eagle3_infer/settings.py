@@ -27,7 +27,10 @@ MODES = (PLAIN, CHAIN, TREE, AUTO)
 HF, HF_PROMPT_LOOKUP, HF_ASSISTED = "hf_generate", "hf_prompt_lookup", "hf_assisted"
 # what --hf calls them, and their keys in the report
 HF_MODES = {"generate": HF, "prompt_lookup": HF_PROMPT_LOOKUP, "assisted": HF_ASSISTED}
+HF_KEYS = tuple(HF_MODES.values())
 NONE = "none"
+# the command that finds a tree
+TUNE = "tune"
 # of the command: done, --verify found a bug, bad input, interrupted
 EXIT_OK, EXIT_BUG, EXIT_ERROR, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -122,10 +125,14 @@ class RunSettings:
             raise ConfigError(f"--hf names {', '.join(unknown) or 'nothing'}, {allowed}")
         if NONE in self.hf and len(self.hf) > 1:
             raise ConfigError(f"--hf is {','.join(self.hf)}, {allowed}")
-        if "assisted" in self.hf and self.assistant is None:
+        if self.drafts_assisted and self.assistant is None:
             raise ConfigError("--hf assisted needs --assistant MODEL: a small model with the target's tokenizer")
         if self.server is not None and not self.server.startswith(("http://", "https://")):
             raise ConfigError(f"--server is {self.server}, expected http://host:port or https://...")
+
+    @property
+    def drafts_assisted(self) -> bool:
+        return "assisted" in self.hf
 
     def hf_plans(self) -> list[ModePlan]:
         """Hugging Face's modes in run order, `generate` first."""
@@ -175,7 +182,13 @@ class RunSettings:
 
     def notes(self) -> list[str]:
         """What the user must know before the run."""
-        return [*self.unused(), *self._unreachable(), *self._untied_to_the_seed()]
+        return [*self.unused(), *self._unreachable(), *self._untied_to_the_seed(), *self._one_at_a_time()]
+
+    def _one_at_a_time(self) -> list[str]:
+        names = [name for name in HF_MODES if name in self.hf and name != "generate"]
+        if self.batch == 1 or not names:
+            return []
+        return [f"--hf {', '.join(names)}: transformers drafts for one prompt at a time, whatever --batch"]
 
     def _unreachable(self) -> list[str]:
         least, most = self.sampling.min_tokens, self.max_new_tokens
@@ -212,7 +225,7 @@ class RunSettings:
             said.append("--rule and --draft-noise change nothing: no mode drafts")
         if self.threshold != RuleConfig.threshold and THRESHOLD not in self.rule:
             said.append(f"--threshold changes nothing: it belongs to --rule {THRESHOLD}")
-        if self.assistant is not None and "assisted" not in self.hf:
+        if self.assistant is not None and not self.drafts_assisted:
             said.append("--assistant changes nothing: it drafts for --hf assisted")
         if self.server_model is not None and self.server is None:
             said.append("--server-model changes nothing without --server")

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from eagle3_infer.config import MATCH, NO_NOISE
+from eagle3_infer.settings import HF, HF_ASSISTED, HF_PROMPT_LOOKUP, PLAIN
 
 REST = ("tree_build", "accept", "relocate", "other")
 HEADER = ("mode", "shape", "tokens", "tau", "tok/s", "vs plain", "vs HF", "prefill", "draft", "verify", "rest")
 SHOWN_DIVERGENCES = 12
-NAMES = {"hf_generate": "HF generate", "hf_prompt_lookup": "HF prompt lookup", "hf_assisted": "HF assisted"}
+NAMES = {HF: "HF generate", HF_PROMPT_LOOKUP: "HF prompt lookup", HF_ASSISTED: "HF assisted"}
 
 
 class Group(NamedTuple):
@@ -55,7 +56,7 @@ def summary_notes(report: dict[str, Any]) -> list[str]:
         notes.append(f"Up to {batch} prompts at once: tok/s is what the whole batch emits.")
     if lossy := [_name(key) for key, mode in modes.items() if mode["lossy"]]:
         notes.append(f"LOSSY: {', '.join(lossy)} may emit what the target would not.")
-    slower = [_name(k) for k, m in modes.items() if (m["speedup_vs_plain"] or 1) < 1 and m["settings"]]
+    slower = [_name(k) for k, m in modes.items() if (m["speedup_vs_plain"] or 1) < 1 and drafts(k, m)]
     if slower:
         notes.append(f"Slower than plain decoding here: {', '.join(slower)}.")
     if any(_spread(mode["tokens_per_second_spread"]) for mode in modes.values()):
@@ -116,7 +117,7 @@ def group_tables(report: dict[str, Any]) -> list[str]:
 
 def group_rows(group: Group, report: dict[str, Any]) -> list[tuple[str, ...]]:
     """The header, and a row per group; empty when there is one group."""
-    modes = {key: mode for key, mode in report["modes"].items() if group.part != "by_context" or mode["settings"]}
+    modes = {key: mode for key, mode in report["modes"].items() if group.part != "by_context" or drafts(key, mode)}
     names = list(dict.fromkeys(name for mode in modes.values() for name in mode[group.part]))
     if len(names) < 2:
         return []
@@ -161,7 +162,7 @@ def loop_lines(report: dict[str, Any]) -> str:
         return ""
     shares = list(dict.fromkeys(f"{loops['share']:.0%}" for loops in modes.values() if loops["share"] is not None))
     named = ", ".join(f"{_name(key)} {loops['share'] or 0:.0%}" for key, loops in modes.items())
-    drafted = {key: loops["tau_outside"] for key, loops in modes.items() if report["modes"][key]["settings"]}
+    drafted = {key: loops["tau_outside"] for key, loops in modes.items() if drafts(key, report["modes"][key])}
     outside = ", ".join(f"{_name(key)} {_number(value)}" for key, value in drafted.items())
     line = f"repetition loops: {shares[0] if len(shares) == 1 else named} of the tokens"
     return f"{line}; tau outside them: {outside}" if outside else line
@@ -201,10 +202,10 @@ def _apart_lines(rows: list[dict[str, str]]) -> list[str]:
 def _telling_pairs(pairs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Without those that follow from two others: of X == plain, plain == HF and X == HF, two are enough."""
     same = {(p["mode"], p["reference"]) for p in pairs if p["identical"] == p["compared"]}
-    told = [p for p in pairs if "plain" in (p["mode"], p["reference"])]
-    if ("plain", "hf_generate") in same:
+    told = [p for p in pairs if PLAIN in (p["mode"], p["reference"])]
+    if (PLAIN, HF) in same:
         return told
-    return told + [p for p in pairs if p not in told and (p["mode"], "plain") not in same]
+    return told + [p for p in pairs if p not in told and (p["mode"], PLAIN) not in same]
 
 
 def _divergence_lines(verify: dict[str, Any], pairs: set[tuple[str, str]]) -> list[str]:
@@ -240,6 +241,11 @@ def align(rows: Sequence[Sequence[str]], left: int = 2) -> str:
         lines.append("  ".join(cells).rstrip())
     lines.insert(1, "-" * max(map(len, lines)))
     return "\n".join(lines)
+
+
+def drafts(key: str, mode: dict[str, Any]) -> bool:
+    """Whether the mode's tau says something: the engine's modes have a tree, transformers' do not."""
+    return bool(mode["settings"]) or key in (HF_PROMPT_LOOKUP, HF_ASSISTED)
 
 
 def _name(key: str) -> str:

@@ -1,13 +1,19 @@
-"""Hugging Face generate as the benchmark runs it: a left-padded batch gives what each prompt gives alone."""
+"""Hugging Face's decoding as the benchmark runs it: a left-padded batch gives what each prompt gives alone, and
+drafting (prompt lookup, an assistant) what `generate` gives without it, in as many forwards as are counted."""
+
+from contextlib import contextmanager
 
 import pytest
 import torch
 
+from eagle3.errors import ConfigError
 from eagle3.target import Target
-from eagle3_infer.baseline import hf_decoder, left_padded
+from eagle3_infer.baseline import hf_decoder, left_padded, run_lengths
 from eagle3_infer.config import SamplingConfig
+from eagle3_infer.models import Assistant
 from eagle3_infer.request import STAGES, Request
-from oracles.tiny import tiny_model
+from eagle3_infer.settings import HF, HF_ASSISTED, HF_PROMPT_LOOKUP
+from oracles.tiny import tiny_model, tiny_tokenizer
 
 PROMPTS = ([5, 6, 7], [11, 12, 13, 14, 15, 16, 17, 18], [21], [31, 32, 33, 34])
 EOS = 7
@@ -18,8 +24,8 @@ def target():
     return Target(tiny_model("llama"))
 
 
-def replies(target, requests, size):
-    with hf_decoder(target) as generate, torch.inference_mode():
+def replies(target, requests, size, kind=HF, assistant=None):
+    with hf_decoder(target, kind, assistant) as generate, torch.inference_mode():
         return [result for i in range(0, len(requests), size) for result in generate(requests[i : i + size])]
 
 
@@ -82,3 +88,92 @@ def test_the_models_own_settings_are_put_aside_and_come_back(target):
     finally:
         own.repetition_penalty = None
     assert replies(target, [request], 1)[0].token_ids == reply.token_ids
+
+
+SAMPLING = {
+    "greedy": SamplingConfig(),
+    "penalties": SamplingConfig(repetition_penalty=1.05, presence_penalty=0.1, logit_bias=((9, 0.5),), min_tokens=6),
+}
+# its end has come before, so that there is something to look up from the first token
+LOOPING = [5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6]
+
+
+@pytest.fixture(scope="module")
+def drafting_target():
+    """One whose greedy replies repeat themselves, which prompt lookup and a like-minded assistant then guess."""
+    return Target(tiny_model("llama", initializer_range=0.05), tiny_tokenizer())
+
+
+@contextmanager
+def counted_forwards(model, counts):
+    hook = model.register_forward_hook(lambda module, args, output: counts.append(1))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def assistant_of(**changes):
+    return Assistant(tiny_model("llama", initializer_range=0.05, **changes), tiny_tokenizer())
+
+
+@pytest.mark.parametrize("kind", [HF_PROMPT_LOOKUP, HF_ASSISTED])
+@pytest.mark.parametrize("sampling", SAMPLING.values(), ids=SAMPLING)
+def test_drafting_changes_how_many_forwards_it_takes_and_nothing_else(drafting_target, kind, sampling):
+    request = Request(LOOPING, sampling, max_new_tokens=40, eos_ids=(EOS,))
+    [expected] = replies(drafting_target, [request], 1)
+    counts = []
+    with counted_forwards(drafting_target.model, counts):
+        [drafted] = replies(drafting_target, [request], 1, kind, assistant_of())
+    assert (drafted.token_ids, drafted.finish_reason) == (expected.token_ids, expected.finish_reason)
+    assert 1 + sum(drafted.run_lengths) == len(drafted.token_ids)
+    # the prefill is a round where it verified drafts and took one
+    assert len(counts) - 1 <= drafted.rounds <= len(counts)
+    assert drafted.rounds < expected.rounds == len(expected.token_ids) - 1
+    assert drafted.seconds["prefill"] > 0 and drafted.seconds["other"] > 0
+
+
+def test_an_assistant_of_another_vocabulary_drafts_as_text(drafting_target):
+    [expected] = replies(drafting_target, [request := Request(LOOPING, max_new_tokens=12)], 1)
+    [drafted] = replies(drafting_target, [request], 1, HF_ASSISTED, assistant_of(vocab_size=320, seed=3))
+    assert drafted.token_ids == expected.token_ids
+
+
+def test_a_stop_string_inside_accepted_drafts_ends_the_reply(drafting_target):
+    """transformers looks for it at the end of what a forward gave, and goes on."""
+    [plain] = replies(drafting_target, [Request(LOOPING, max_new_tokens=40)], 1)
+    texts = [drafting_target.tokenizer.decode([token]) for token in plain.token_ids]
+    stop = next(text for text in texts[6:] if text.isprintable() and text.isascii())
+    request = Request(LOOPING, max_new_tokens=40, stop=(stop,))
+    [expected] = replies(drafting_target, [request], 1)
+    [drafted] = replies(drafting_target, [request], 1, HF_ASSISTED, assistant_of())
+    assert drafted.token_ids == expected.token_ids and drafted.finish_reason == "stop"
+    assert 1 + sum(drafted.run_lengths) == len(drafted.token_ids) < 40
+
+
+@pytest.mark.parametrize("kind", [HF_PROMPT_LOOKUP, HF_ASSISTED])
+def test_drafting_samples(drafting_target, kind):
+    request = Request(LOOPING, SamplingConfig(temperature=1.0, top_k=20), max_new_tokens=12)
+    [drafted] = replies(drafting_target, [request], 1, kind, assistant_of())
+    assert len(drafted.token_ids) == 12 == 1 + sum(drafted.run_lengths)
+
+
+@pytest.mark.parametrize(
+    "runs, count, expected",
+    [
+        ([1], 1, []),
+        ([1, 3, 2], 6, [3, 2]),
+        ([1, 3, 2], 3, [2]),
+        ([1, 3, 2], 4, [3]),
+        ([4, 2], 6, [3, 2]),
+        ([4, 2], 1, []),
+    ],
+)
+def test_rounds_of_what_the_forwards_gave(runs, count, expected):
+    assert run_lengths(runs, count) == expected
+
+
+def test_what_transformers_refuses_to_draft_for_is_said_of_the_flag(drafting_target):
+    requests = [Request(LOOPING, max_new_tokens=4)] * 2
+    with pytest.raises(ConfigError, match=r"--hf prompt_lookup: transformers refuses it: .*batch_size = 1"):
+        replies(drafting_target, requests, 2, HF_PROMPT_LOOKUP)
