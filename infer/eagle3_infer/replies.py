@@ -96,6 +96,7 @@ def _tell_mode(output: Output, trace: Trace | None, words: Words) -> dict[str, A
     }
     if trace is not None:
         told["accepted"] = [len(r.path) for r in trace.rounds]
+        told["paths"] = [r.path for r in trace.rounds]
         told["trees"] = [tell_tree(r.tree) for r in trace.rounds]
         told["own"] = [r.emitted[-1] if len(r.emitted) > len(r.path) else None for r in trace.rounds]
         for r in trace.rounds:

@@ -22,10 +22,12 @@ from eagle3_infer.bench import Bench
 from eagle3_infer.compare import compare_modes
 from eagle3_infer.config import SamplingConfig
 from eagle3_infer.explain import replay_explainer
+from eagle3_infer.html import write_html
 from eagle3_infer.models import draft_folder, draft_name, load_assistant, load_draft, load_target, pick_device
 from eagle3_infer.plots import check_matplotlib, write_charts
 from eagle3_infer.prompts import Prompt, has_template, load_prompts, shipped_prompts_path
 from eagle3_infer.report import Comparison, build_report, write_json
+from eagle3_infer.retrace import trace_replies
 from eagle3_infer.settings import EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, RunSettings
 from eagle3_infer.table import render_report
 from eagle3_kernels.dispatch import kernels, set_kernels, uses_triton
@@ -63,9 +65,6 @@ def run(settings: RunSettings, argv: Sequence[str]) -> int:
 
 def check_built(settings: RunSettings) -> None:
     """Raises ConfigError for a flag whose part is missing."""
-    for name in ("html",):
-        if getattr(settings, name) is not None:
-            raise ConfigError(f"--{name} is not built in this checkout")
     if settings.plot is not None:
         check_matplotlib()
 
@@ -89,6 +88,9 @@ def conclude(settings: RunSettings, argv: Sequence[str], target: Target, bench: 
         print(f"report: {settings.json}")
     if settings.plot is not None:
         print(f"charts: {', '.join(map(str, write_charts(report, Path(settings.plot)))) or 'nothing was measured'}")
+    if settings.html is not None:
+        write_html(report, trace_replies(bench), Path(settings.html))
+        print(f"page: {settings.html}")
     if bench.interrupted:
         print("interrupted: the figures above cover what was finished", file=sys.stderr)
         return EXIT_INTERRUPTED

@@ -1,0 +1,182 @@
+"""Charts of the report, each with its numbers in a table: tau, speed, acceptance, cost. Reads the report's dict only."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from eagle3_infer.figures import SERIES, Bar, Line, Point, Stack, bars, lines, series_legend, stacks, text
+from eagle3_infer.settings import HF, PLAIN
+from eagle3_infer.table import mode_title
+
+# of a round, in the order of the stack; "whole" is of modes that are not timed by stage
+PARTS = {
+    "verify": ("verify",),
+    "draft": ("draft", "tree_build"),
+    "rest": ("accept", "relocate", "other"),
+}
+PART_NAMES = {"verify": "verify", "draft": "draft", "rest": "rest", "whole": "not timed by stage"}
+STAGES = ("draft", "tree_build", "verify", "accept", "relocate", "other")
+# rounds that emit as many tokens or more are one part
+MOST_EMITTED = 6
+
+Modes = dict[str, dict[str, Any]]
+Rows = Sequence[Sequence[str]]
+
+
+def table(rows: Rows, kind: str = "") -> str:
+    """The first row is the head; numbers are aligned by their class."""
+    head, *body = rows
+    cells = "".join(f'<th scope="col">{text(cell)}</th>' for cell in head)
+    lines_ = [
+        f'<tr><th scope="row">{text(row[0])}</th>{"".join(f"<td>{text(cell)}</td>" for cell in row[1:])}</tr>'
+        for row in body
+    ]
+    return (
+        f'<div class="scroll" tabindex="0"><table class="{kind}"><thead><tr>{cells}</tr></thead>'
+        f"<tbody>{''.join(lines_)}</tbody></table></div>"
+    )
+
+
+def figure(title: str, said: str, chart: str, rows: Rows) -> str:
+    return (
+        f"<figure><figcaption><h3>{text(title)}</h3><p>{text(said)}</p></figcaption>{chart}"
+        f"<details><summary>Numbers</summary>{table(rows)}</details></figure>"
+    )
+
+
+def speed_figures(modes: Modes) -> str:
+    """Tau, tokens per second, and the speedup against each baseline that was run."""
+    drafted = any((mode["tau"] or 1) != 1 for mode in modes.values())
+    return "".join(
+        [
+            _bar_figure(modes if drafted else {}, "Tau", "tokens emitted per round; plain decoding is 1", "tau", mark=1.0),
+            _bar_figure(modes, "Tokens per second", "decoding alone, without the prefill", "tokens_per_second", digits=1),
+            _speedup(modes, PLAIN, "speedup_vs_plain", "plain decoding"),
+            _speedup(modes, HF, "speedup_vs_hf", "HF generate"),
+        ]
+    )  # fmt: skip
+
+
+def _speedup(modes: Modes, baseline: str, key: str, name: str) -> str:
+    others = {k: mode for k, mode in modes.items() if k != baseline}
+    said = "ratio of decode rates over the same replies; right of the line is faster"
+    return _bar_figure(others, f"Speedup against {name}", said, key, unit="×", mark=1.0)
+
+
+def _bar_figure(
+    modes: Modes, title: str, said: str, key: str, digits: int = 2, unit: str = "", mark: float | None = None
+) -> str:
+    rows = [_bar(k, mode, key, digits, unit) for k, mode in modes.items() if mode[key] is not None]
+    if not rows:
+        return ""
+    if any(row.spread and row.spread[0] != row.spread[1] for row in rows):
+        said += "; median of the repeats, whiskers from lowest to highest"
+    head = ["mode", title.lower(), "lowest", "highest"]
+    body = [(row.name, row.told, *(f"{v:.{digits}f}{unit}" for v in row.spread or (row.value,) * 2)) for row in rows]
+    return figure(title, said, bars(rows, title, mark), [head, *body])
+
+
+def _bar(key: str, mode: dict[str, Any], figure_key: str, digits: int, unit: str) -> Bar:
+    value = mode[figure_key]
+    told = f"{value:.{digits}f}{unit}"
+    return Bar(mode_title(key, mode), value, told, mode.get(f"{figure_key}_spread"), quiet=not mode["settings"])
+
+
+def acceptance_figures(modes: Modes) -> str:
+    """Acceptance by level, conditional and not, and how many tokens the rounds emit."""
+    drafting = [(mode_title(k, m), m) for k, m in modes.items() if m["rounds"] and any(m["accepted_by_level"])]
+    if not drafting:
+        return ""
+    given = [Line(name, shares_given(m["accepted_by_level"], m["rounds"])) for name, m in drafting]
+    overall = [Line(name, shares_overall(m["accepted_by_level"], m["rounds"])) for name, m in drafting]
+    said = "share of the rounds that reached the level; hollow: fewer than 20 rounds"
+    more = f"; the first {SERIES} of {len(drafting)} modes are drawn" if len(drafting) > SERIES else ""
+    legend = series_legend([name for name, _ in drafting])
+    return (
+        legend
+        + '<div class="grid">'
+        + _line_figure("Given that the level before was accepted", said + more, given)
+        + _line_figure("Of all rounds", "share of the rounds that accepted this level or more" + more, overall)
+        + "</div>"
+        + _emitted_figure({k: m for k, m in modes.items() if m["run_length_hist"] and m["settings"]})
+    )
+
+
+def shares_given(accepted: Sequence[int], rounds: int) -> list[Point]:
+    tried = [rounds, *accepted[:-1]]
+    return [Point(n / t if t else None, t) for n, t in zip(accepted, tried, strict=True)]
+
+
+def shares_overall(accepted: Sequence[int], rounds: int) -> list[Point]:
+    return [Point(n / rounds, rounds) for n in accepted]
+
+
+def _line_figure(title: str, said: str, series: Sequence[Line]) -> str:
+    levels = max(len(line.points) for line in series)
+    head = ["mode", *(f"level {level}" for level in range(1, levels + 1))]
+    rows = [
+        [line.name, *("-" if p.share is None else f"{p.share:.3f}" for p in line.points)]
+        + ["-"] * (levels - len(line.points))
+        for line in series
+    ]
+    return figure(title, said, lines(series, title), [head, *rows])
+
+
+def _emitted_figure(modes: Modes) -> str:
+    """Shares of rounds by the tokens that they emit."""
+    if not modes:
+        return ""
+    kinds = {f"n{n}": str(n) for n in range(1, MOST_EMITTED)} | {f"n{MOST_EMITTED}": f"{MOST_EMITTED} or more"}
+    rows, numbers = [], []
+    for key, mode in modes.items():
+        counts = dict.fromkeys(kinds, 0)
+        for length, count in mode["run_length_hist"].items():
+            counts[f"n{min(int(length), MOST_EMITTED)}"] += count
+        total = sum(counts.values())
+        name, told = mode_title(key, mode), f"{total} rounds"
+        rows.append(Stack(name, [(kind, count / total) for kind, count in counts.items()], told))
+        numbers.append([name, str(total), *(str(count) for count in counts.values())])
+    said = "shares of the rounds; one token is the target's own, with no draft accepted"
+    chart = stacks(rows, kinds, "Tokens that rounds emit")
+    return figure("Tokens per round", said, chart, [["mode", "rounds", *kinds.values()], *numbers])
+
+
+def cost_figures(modes: Modes) -> str:
+    """Milliseconds per emitted token by part, and all stages of a round in the table."""
+    known = {key: mode for key, mode in modes.items() if mode["rounds"] and mode["tau"]}
+    if not known:
+        return ""
+    rows = [_cost_row(mode_title(key, mode), mode) for key, mode in known.items()]
+    numbers = [_cost_numbers(mode_title(key, mode), mode) for key, mode in known.items()]
+    head = ["mode", *(f"{s.replace('_', ' ')}, ms/round" for s in STAGES)]
+    head += ["ms/round", "tokens/round", "ms/token", "prefill, s in all"]
+    chart = stacks(rows, PART_NAMES, "Milliseconds per token")
+    said = "milliseconds per emitted token, without the prefill; shorter is faster"
+    return figure("Where the time of a token goes", said, chart, [head, *numbers])
+
+
+def _cost_row(name: str, mode: dict[str, Any]) -> Stack:
+    per_token = _milliseconds(mode, mode["rounds"] * mode["tau"])
+    total = sum(per_token.values())
+    if timed_by_stage(mode):
+        parts = [(part, sum(per_token[stage] for stage in stages)) for part, stages in PARTS.items()]
+    else:
+        parts = [("whole", total)]
+    return Stack(name, parts, f"{total:.1f} ms")
+
+
+def _cost_numbers(name: str, mode: dict[str, Any]) -> list[str]:
+    per_round = _milliseconds(mode, mode["rounds"])
+    total, tau = sum(per_round.values()), mode["tau"]
+    show: Callable[[float], str] = "{:.2f}".format if timed_by_stage(mode) else lambda _: "-"
+    figures = [show(per_round[stage]) for stage in STAGES]
+    prefill = mode["seconds_by_stage"]["prefill"]
+    return [name, *figures, f"{total:.2f}", f"{tau:.2f}", f"{total / tau:.2f}", f"{prefill:.2f}"]
+
+
+def _milliseconds(mode: dict[str, Any], count: float) -> dict[str, float]:
+    return {stage: 1000 * mode["seconds_by_stage"][stage] / count for stage in STAGES}
+
+
+def timed_by_stage(mode: dict[str, Any]) -> bool:
+    """Hugging Face and servers tell one time for all of a round."""
+    return bool(mode["seconds_by_stage"]["verify"])
