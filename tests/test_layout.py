@@ -19,13 +19,16 @@ PACKAGES = {
     "eagle3_kernels": "kernels/eagle3_kernels",
     "eagle3_infer": "infer/eagle3_infer",
     "eagle3_train": "train/eagle3_train",
+    "eagle3_recipes": "recipes/eagle3_recipes",
 }
-# package -> packages of ours that it may import; scripts, recipes, tests and notebooks may import all four
+# package -> packages of ours that it may import; scripts, tests and notebooks may import all
 ARROWS = {
     "eagle3_kernels": set(),
     "eagle3": {"eagle3_kernels"},
     "eagle3_infer": {"eagle3", "eagle3_kernels"},
     "eagle3_train": {"eagle3", "eagle3_kernels"},
+    # settings alone: what runs is a subprocess
+    "eagle3_recipes": {"eagle3", "eagle3_infer", "eagle3_train"},
 }
 # extras of pyproject.toml: the other packages run without them, and no file of eagle3 knows a tracker
 TRAINING_ONLY = {"accelerate", "bitsandbytes", "datasets", "deepspeed", "psutil", "tensorboard", "trackio", "wandb"}
@@ -45,7 +48,7 @@ SCRIPTS = {
     "recipes/peers": {"compare_learning.py", "train_speculators.py"},
     "infer": set(),
 }
-# everything importable from a source root that is not one of the four packages
+# everything importable from a source root that is not one of the packages
 NOT_FOR_IMPORT = {"tests", "oracles", "recipes", "notebooks"} | {
     name.removesuffix(".py") for names in SCRIPTS.values() for name in names
 }
@@ -157,6 +160,9 @@ def test_packages_have_an_init():
         ("eagle3_infer", "from oracles.chain import draft"),
         ("eagle3_train", "if TYPE_CHECKING:\n    from eagle3_infer.engine import Engine"),
         ("eagle3_train", "import train_draft"),
+        ("eagle3_train", "from eagle3_recipes import sweep"),
+        ("eagle3_recipes", "import run_ablations"),
+        ("eagle3_recipes", "import wandb"),
         ("eagle3_train", "from tests.oracles import chain"),
     ],
 )
@@ -228,15 +234,18 @@ def test_a_well_placed_file_is_let_through(path):
 
 
 def run_python(code: str) -> str:
-    """Output of a fresh interpreter that sees the four source roots."""
-    roots = [str(ROOT), *(str(ROOT / folder) for folder in ("kernels", "infer", "train"))]
+    """Output of a fresh interpreter that sees the source roots."""
+    roots = [str(ROOT), *(str(ROOT / folder) for folder in ("kernels", "infer", "train", "recipes"))]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(roots)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize("module", ["eagle3", "eagle3.embedded", "eagle3.config", "eagle3.chats", "eagle3_infer.cli"])
+LIGHT = ("eagle3", "eagle3.embedded", "eagle3.config", "eagle3.chats", "eagle3_infer.cli", "eagle3_recipes.stages")
+
+
+@pytest.mark.parametrize("module", LIGHT)
 def test_import_is_light(module):
     """`eagle3-infer --help` answers at once."""
     heavy = {"torch", "transformers", "triton", "datasets", "accelerate", "gguf"}
