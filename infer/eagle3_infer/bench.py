@@ -236,6 +236,7 @@ class Bench:
             mode=mode,
             id=turn.prompt.id,
             category=turn.prompt.category,
+            prompt_set=turn.prompt.prompt_set,
             turn=turn.turn,
             text=self.tokenizer.decode(result.token_ids, skip_special_tokens=True),
         )

@@ -7,13 +7,15 @@ from typing import Any, NoReturn
 
 from eagle3.errors import ConfigError
 from eagle3_infer.config import DRAFT_NOISES, RULES, SamplingConfig
-from eagle3_infer.settings import AUTO, HF_MODES, MODES, NONE, RANDOM_DRAFT, RunSettings
+from eagle3_infer.settings import AUTO, HF_MODES, MODES, NONE, PROMPTS_FOLDER, RANDOM_DRAFT, SHIPPED, RunSettings
 
 DESCRIPTION = """\
 Decode prompts with a target and its EAGLE-3 draft head: plainly, as a chain, as a dynamic tree, and with
 Hugging Face generate; print what the head bought, and whether the outputs are the same.
 Without arguments: the embedded target, the shipped head, the shipped prompts."""
 EPILOG = """\
+eagle3-infer tune finds the tree that is fastest on this machine (eagle3-infer tune --help).
+
 exit codes: 0 done; 1 --verify found a bug; 2 bad input; 130 interrupted (partial results are kept)
 
 examples:
@@ -70,10 +72,13 @@ def add_models(group: Any) -> None:
 def add_prompts(group: Any) -> None:
     group.add_argument(
         "--prompts",
-        metavar="FILE",
-        help="JSON lines: {prompt}, {messages} or {question_id, category, turns} (default: the shipped ones)",
+        type=_words,
+        default=RunSettings.prompts,
+        metavar="LIST",
+        help="files of JSON lines ({prompt}, {messages} or {question_id, category, turns}), or names of sets: "
+        f"{SHIPPED}, or NAME for NAME.jsonl(.gz) in the folder ${PROMPTS_FOLDER} (default: {SHIPPED})",
     )
-    group.add_argument("--limit", type=int, metavar="N", help="only the first N prompts")
+    group.add_argument("--limit", type=int, metavar="N", help="only the first N prompts of each set")
     group.add_argument("--max-turns", type=int, metavar="N", help="only the first N turns of each prompt")
 
 

@@ -19,13 +19,19 @@ NO_CATEGORY = "all"
 
 @dataclass(frozen=True)
 class Prompt:
-    """One conversation to run: fixed `history`, then one user message per turn."""
+    """One conversation to run: fixed `history`, then one user message per turn.
+
+    Args:
+        source: `file:line`.
+        prompt_set: the name of its set, where a run has several.
+    """
 
     id: str
     category: str
     turns: tuple[str, ...]
     history: tuple[Message, ...] = ()
     source: str = ""
+    prompt_set: str = ""
 
     def messages(self, replies: Sequence[str]) -> list[Message]:
         """The conversation up to the turn that follows `replies`."""

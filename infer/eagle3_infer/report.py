@@ -6,13 +6,14 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, TextIO
 
 from eagle3_infer.loops import in_loop, outside_loops
 from eagle3_infer.request import STAGES, Result
+from eagle3_infer.settings import HF, PLAIN
 
 SCHEMA = 1
 CONTEXT_EDGES = (128, 256, 512, 1024, 2048, 4096, 8192)
@@ -31,6 +32,7 @@ class Output(Result):
     category: str
     turn: int
     text: str
+    prompt_set: str = ""
 
     @property
     def place(self) -> tuple[str, int]:
@@ -75,6 +77,10 @@ class ModeRun:
     def lossy(self) -> bool:
         """Whether its rule may emit what the target would not."""
         return not self.settings.get("lossless", True)
+
+    def of_set(self, name: str) -> "ModeRun":
+        """Of the same run, what one set of the prompts gave."""
+        return replace(self, repeats=[[o for o in outputs if o.prompt_set == name] for outputs in self.repeats])
 
     def speedups(self, baseline: "ModeRun | None") -> list[float]:
         """Of each repeat against the baseline's run in the same repeat, which met the same state of the machine."""
@@ -136,7 +142,8 @@ def build_report(run: dict[str, Any], modes: Sequence[ModeRun], comparison: Comp
 
 def summarise_mode(mode: ModeRun, by_key: dict[str, ModeRun]) -> dict[str, Any]:
     """DESIGN section 9, and beside it: `settings` (tree and rule; empty where nothing is drafted), `lossy`, `loops`
-    (share, tau_outside), `mean_logprob` (null unless asked for), and `*_spread` ([lowest, highest] of the repeats)."""
+    (share, tau_outside), `mean_logprob` (null unless asked for), `*_spread` ([lowest, highest] of the repeats), and
+    `by_set`, which is empty unless several sets of prompts are run."""
     outputs = mode.outputs
     rates = mode.rates
     nodes = sum(o.nodes for o in outputs)
@@ -145,7 +152,7 @@ def summarise_mode(mode: ModeRun, by_key: dict[str, ModeRun]) -> dict[str, Any]:
     # as many levels as were offered, also where the last ones were never accepted
     accepted = _sum_levels([[0] * len(offered), *(o.accepted_by_level for o in outputs)])
     stages = {stage: sum(o.seconds.get(stage, 0.0) for o in outputs) for stage in STAGES}
-    vs_plain, vs_hf = (mode.speedups(by_key.get(name)) for name in ("plain", "hf_generate"))
+    vs_plain, vs_hf = (mode.speedups(by_key.get(name)) for name in (PLAIN, HF))
     return {
         "settings": mode.settings,
         "lossy": mode.lossy,
@@ -167,12 +174,20 @@ def summarise_mode(mode: ModeRun, by_key: dict[str, ModeRun]) -> dict[str, Any]:
         "utilisation": _ratio(sum(accepted), nodes),
         "path_conflict": _ratio(conflicts, pairs),
         "run_length_hist": _histogram(outputs),
+        "by_set": {name: _of_set(mode, name, by_key) for name in dict.fromkeys(o.prompt_set for o in outputs) if name},
         "by_category": {name: _pooled(group) for name, group in group_by_category(outputs).items()},
         "by_context": tau_by_context(outputs),
         "loops": loop_figures(outputs),
         "mean_logprob": mean_logprob(outputs),
         "peak_memory_bytes": mode.peak_memory_bytes,
     }
+
+
+def _of_set(mode: ModeRun, name: str, by_key: dict[str, ModeRun]) -> dict[str, Any]:
+    """What `_pooled` tells, and the speedups, of one set of the prompts."""
+    own, others = mode.of_set(name), {key: other.of_set(name) for key, other in by_key.items()}
+    speedups = {f"speedup_vs_{short}": own.speedups(others.get(key)) for short, key in (("plain", PLAIN), ("hf", HF))}
+    return _pooled(own.outputs) | {key: median(ratios) if ratios else None for key, ratios in speedups.items()}
 
 
 def summarise_verify(comparison: Comparison) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 `bench.py` does the timing; this module decides the order of things and what is printed.
 """
 
-import os
 import platform
 import sys
 from collections.abc import Sequence
@@ -25,7 +24,8 @@ from eagle3_infer.explain import replay_explainer
 from eagle3_infer.html import write_html
 from eagle3_infer.models import draft_folder, draft_name, load_assistant, load_draft, load_target, pick_device
 from eagle3_infer.plots import check_matplotlib, write_charts
-from eagle3_infer.prompts import Prompt, has_template, load_prompts, shipped_prompts_path
+from eagle3_infer.prompt_sets import load_sets, sets_told
+from eagle3_infer.prompts import Prompt, has_template
 from eagle3_infer.report import Comparison, build_report, write_json
 from eagle3_infer.retrace import trace_replies
 from eagle3_infer.settings import EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, RunSettings
@@ -39,7 +39,7 @@ SHOWN_CHARACTERS = 1200
 def run(settings: RunSettings, argv: Sequence[str]) -> int:
     """Run and print everything; returns the exit code."""
     check_built(settings)
-    prompts = load_prompts(prompts_path(settings), settings.limit, settings.max_turns)
+    prompts = load_sets(settings.prompts, settings.limit, settings.max_turns)
     device = pick_device(settings.device)
     parse_dtype(settings.dtype)
     if settings.needs_head:
@@ -111,10 +111,6 @@ def compare(settings: RunSettings, target: Target, bench: Bench) -> Comparison:
         bench.progress.clear()
 
 
-def prompts_path(settings: RunSettings) -> Path:
-    return shipped_prompts_path() if settings.prompts is None else Path(os.path.expanduser(settings.prompts))
-
-
 def header_lines(
     settings: RunSettings, target: Target, head: Eagle3Head | None, prompts: Sequence[Prompt]
 ) -> list[str]:
@@ -124,7 +120,7 @@ def header_lines(
     return [
         f"target   {settings.target} ({dtype}, {target.device}, {torch.get_num_threads()} threads)",
         f"head     {draft_name(settings) or 'none'}" + (f" ({_parameters(head):.1f} M parameters)" if head else ""),
-        f"prompts  {prompts_path(settings).name}: {len(prompts)} prompts, {turns} turns{at_once}, "
+        f"prompts  {sets_told(settings.prompts)}: {len(prompts)} prompts, {turns} turns{at_once}, "
         f"up to {settings.max_new_tokens} new tokens, {how_drawn(settings)}",
     ]
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import eagle3
 from eagle3_infer.endpoint import Endpoint
-from eagle3_infer.prompts import load_prompts
+from eagle3_infer.prompt_sets import load_sets, sets_told
 from eagle3_infer.report import write_json
-from eagle3_infer.run import Progress, how_drawn, prompts_path
+from eagle3_infer.run import Progress, how_drawn
 from eagle3_infer.server import ServerBench
 from eagle3_infer.server_report import SERVER, build_server_report, server_lines
 from eagle3_infer.settings import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK, RunSettings
@@ -25,7 +25,7 @@ def run_server(settings: RunSettings, argv: Sequence[str]) -> int:
         ConfigError: no model, or a setting that servers do not take.
         ServerError: the server does not answer.
     """
-    prompts = load_prompts(prompts_path(settings), settings.limit, settings.max_turns)
+    prompts = load_sets(settings.prompts, settings.limit, settings.max_turns)
     endpoint = Endpoint(settings.server or "")
     model = settings.server_model or endpoint.model()
     bench = ServerBench(settings, endpoint, model, prompts, Progress())
@@ -34,7 +34,7 @@ def run_server(settings: RunSettings, argv: Sequence[str]) -> int:
     at_once = f", {settings.batch} at once" if settings.batch > 1 else ""
     print(f"server   {endpoint.url}, model {model}")
     print(
-        f"prompts  {prompts_path(settings).name}: {len(prompts)} prompts, {turns} turns{at_once}, "
+        f"prompts  {sets_told(settings.prompts)}: {len(prompts)} prompts, {turns} turns{at_once}, "
         f"up to {settings.max_new_tokens} new tokens, {how_drawn(settings)}"
     )
     print("\n".join(f"note: {text}" for text in notes), end="\n" * bool(notes), flush=True)

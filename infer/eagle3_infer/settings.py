@@ -22,6 +22,8 @@ from eagle3_infer.config import (
 from eagle3_infer.request import has_surrogate
 
 RANDOM_DRAFT = "random"
+# the prompts that come with the package, and the variable that names the folder of others
+SHIPPED, PROMPTS_FOLDER = "shipped", "EAGLE3_PROMPTS"
 PLAIN, CHAIN, TREE, AUTO = "plain", "chain", "tree", "auto"
 MODES = (PLAIN, CHAIN, TREE, AUTO)
 HF, HF_PROMPT_LOOKUP, HF_ASSISTED = "hf_generate", "hf_prompt_lookup", "hf_assisted"
@@ -54,11 +56,11 @@ class ModePlan:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """Everything the command line sets; None = the shipped head / prompts, or the obvious default."""
+    """Everything the command line sets; None = the shipped head, or the obvious default."""
 
     target: str = EMBEDDED
     draft: str | None = None
-    prompts: str | None = None
+    prompts: tuple[str, ...] = (SHIPPED,)
     limit: int | None = None
     max_turns: int | None = None
     modes: tuple[str, ...] = (PLAIN, CHAIN, TREE)
@@ -105,7 +107,7 @@ class RunSettings:
             found = ", ".join(unknown) or "nothing"
             raise ConfigError(f"--mode names {found}, expected some of {','.join(MODES)}")
         self._check_baselines()
-        for name in ("rule", "draft_noise"):
+        for name in ("rule", "draft_noise", "prompts"):
             if not getattr(self, name):
                 raise ConfigError(f"{flag(name)} names nothing, see --help")
         _check_texts("--stop", self.stop, "would end every reply at once")

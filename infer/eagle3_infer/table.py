@@ -1,6 +1,7 @@
 """The report as plain text: what `eagle3-infer` prints after a run. Reads the report's dict only."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from eagle3_infer.config import MATCH, NO_NOISE
@@ -22,13 +23,14 @@ class Group(NamedTuple):
 
 
 GROUPS = (
+    Group("by_set", "set", ("tau", "tokens_per_second", "speedup_vs_plain"), "tau | tok/s | speedup by set"),
     Group("by_category", "category", ("tau", "tokens_per_second"), "tau | tok/s by category"),
     Group("by_context", "context", ("tau",), "tau by tokens of context"),
 )
 
 
 def render_report(report: dict[str, Any]) -> str:
-    """Summary table, categories, contexts, acceptance by level, loops, and whether the outputs are the same."""
+    """Summary table, sets, categories, contexts, acceptance by level, loops, and whether the outputs are the same."""
     if not report["modes"]:
         return "nothing was measured"
     parts = [summary_table(report), *group_tables(report)]
@@ -111,7 +113,7 @@ def _spread(values: Sequence[float] | None, digits: int = 2) -> str:
 
 
 def group_tables(report: dict[str, Any]) -> list[str]:
-    """Tau, and speed where that is told, of every mode by category and by context; nothing where there is but one."""
+    """Tau, and speed where that is told, of every mode by set, category and context; nothing where there is but one."""
     return [f"{group.title}\n{align(rows)}" for group in GROUPS if (rows := group_rows(group, report))]
 
 
@@ -133,7 +135,7 @@ def group_rows(group: Group, report: dict[str, Any]) -> list[tuple[str, ...]]:
 def _cell(group: dict[str, Any] | None, keys: Sequence[str]) -> str:
     if group is None:
         return "-"
-    return " | ".join(_number(group[key], 2 if key == "tau" else 1) for key in keys)
+    return " | ".join(_FORMATS[key](group[key]) for key in keys)
 
 
 def acceptance_lines(report: dict[str, Any]) -> str:
@@ -258,6 +260,13 @@ def _number(value: float | None, digits: int = 2) -> str:
 
 def _times(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}x"
+
+
+_FORMATS: dict[str, Callable[[float | None], str]] = {
+    "tau": _number,
+    "tokens_per_second": partial(_number, digits=1),
+    "speedup_vs_plain": _times,
+}
 
 
 def _series(values: Sequence[float | None]) -> str:

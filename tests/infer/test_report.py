@@ -14,7 +14,7 @@ from eagle3_infer.table import align, render_report
 SCHEMA_MODE_KEYS = {
     "tokens", "rounds", "tau", "tau_prompt_mean", "seconds", "tokens_per_second", "end_to_end_tokens_per_second",
     "speedup_vs_plain", "speedup_vs_hf", "seconds_by_stage", "offered_by_level", "accepted_by_level",
-    "nodes_per_round", "utilisation", "path_conflict", "run_length_hist", "by_category", "by_context",
+    "nodes_per_round", "utilisation", "path_conflict", "run_length_hist", "by_set", "by_category", "by_context",
     "peak_memory_bytes", "settings", "lossy", "loops", "mean_logprob", "tokens_per_second_spread",
     "speedup_vs_plain_spread", "speedup_vs_hf_spread",
 }  # fmt: skip
@@ -32,6 +32,29 @@ def output(mode, runs, *, id="a", turn=0, category="x", prefill=0.5, draft=0.25,
 
 def mode_run(key, outputs, settings=None, more_repeats=()):
     return ModeRun(key, settings or {}, [outputs, *more_repeats])
+
+
+def test_sets_are_told_apart():
+    """Tau, speed and speedups of each, as if it had been run alone."""
+
+    def both(key, first, second, **seconds):
+        each = [output(key, first, id="one/a", prompt_set="one", **seconds)]
+        return mode_run(key, [*each, output(key, second, id="two/a", prompt_set="two", **seconds)])
+
+    modes = [both("plain", [1] * 6, [1] * 2), both("tree", [3, 3], [1, 1], verify=0.25)]
+    report = build_report({"argv": []}, modes, compare_modes(modes, None, sampled=False))
+    sets = report["modes"]["tree"]["by_set"]
+    assert {name: figures["tau"] for name, figures in sets.items()} == {"one": 3.0, "two": 1.0}
+    assert sets["one"]["tokens"] == 7 and sets["two"]["rounds"] == 2
+    # the same tokens in half the time
+    assert sets["one"]["speedup_vs_plain"] == pytest.approx(2.0) and sets["one"]["speedup_vs_hf"] is None
+    assert "tau | tok/s | speedup by set" in render_report(report)
+    assert "3.00 | 8.0 | 2.00x" in render_report(report)
+
+
+def test_one_set_is_no_group(report):
+    assert all(mode["by_set"] == {} for mode in report["modes"].values())
+    assert "by set" not in render_report(report)
 
 
 TREE = {"depth": 2, "top_k": 2, "nodes": 4}
