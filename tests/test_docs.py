@@ -50,8 +50,11 @@ PARSED_ONLY = {
     r"bench_kernels.py --op": "needs a GPU",
     r"eagle3_kernels.testing": "a minute of compilation: tests/kernels/test_compile.py runs it",
     r"bench_ttt.py": "minutes of timing: tests/train/test_bench_ttt.py runs it with --tiny",
+    r"--server": "a server: tests/infer/test_server.py has one",
     r"--log_with": "a tracker that is not everywhere: tests/train/test_trainer.py runs it",
 }
+# other programs' flags that the pages name
+FOREIGN = {"--enable-metrics": "SGLang's"}
 LANGUAGES = {"sh", "python", "yaml", "jsonl", "text"}
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")} - {"runs"}
@@ -82,9 +85,9 @@ def workshop(tmp_path_factory):
 @pytest.fixture
 def at_work(workshop, monkeypatch):
     """In the workshop, without what an earlier block made."""
-    for made in ("runs", "features", "exported"):
+    for made in ("runs", "features", "exported", "charts"):
         shutil.rmtree(workshop / made, ignore_errors=True)
-    for made in (*workshop.glob("replies*"), *workshop.glob("selfgen*")):
+    for made in (*workshop.glob("replies*"), *workshop.glob("selfgen*"), *workshop.glob("report*")):
         made.unlink()
     # the head that the Python blocks load by name
     shutil.copytree(workshop / "HEAD", workshop / "runs/qwen3/best")
@@ -258,10 +261,10 @@ def known_flags():
     from torch.distributed.run import get_args_parser
 
     parsers = build_parser(), launch_command_parser(), get_args_parser()
-    flags = {flag for parser in parsers for flag in parser._option_string_actions} | {"--config", "--no-deps"}
+    flags = {flag for parser in parsers for flag in parser._option_string_actions} | {"--config", *FOREIGN}
     flags |= {f"--{name}" for config in (TrainConfig, RegenerateConfig) for name in field_names(config)}
     scripts = [path for folder in ("train", "kernels", "recipes") for path in (ROOT / folder).glob("*.py")]
-    for script in [*scripts, ROOT / "kernels/eagle3_kernels/testing.py", ROOT / "recipes/peers/compare_learning.py"]:
+    for script in [*scripts, ROOT / "kernels/eagle3_kernels/testing.py", *(ROOT / "recipes/peers").glob("*.py")]:
         source = script.read_text(encoding="utf-8")
         # argparse's, and the fields of a script's own settings
         flags |= set(re.findall(r'"(--[\w-]+)"', source))

@@ -10,6 +10,7 @@ import re
 import runpy
 import shlex
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,11 @@ import pytest
 import eagle3.config
 from eagle3_infer import cli
 from oracles.pages import ROOT
+
+
+def _flags(settings: dict[str, Any]) -> list[str]:
+    return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+
 
 TINY_RUN = [
     "--target",
@@ -46,10 +52,15 @@ TINY_TRAINING = {
     "device": "cpu",
     "threads": 1,
 }
-# script -> settings that stand before those of the command
-TINY: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("train_draft.py", "prepare_data.py", "build_vocab_map.py", "dump_features.py"), TINY_TRAINING),
-    "regenerate.py": {"target": "MODEL", "max_new_tokens": 6, "batch": 2, "threads": 1},
+TINY_REPLIES = {"target": "MODEL", "max_new_tokens": 6, "batch": 2, "threads": 1}
+# script -> words that stand before those of the command
+TINY = {
+    **dict.fromkeys(
+        ("train_draft.py", "prepare_data.py", "build_vocab_map.py", "dump_features.py"), _flags(TINY_TRAINING)
+    ),
+    "regenerate.py": _flags(TINY_REPLIES),
+    # hours: all of its runs are planned, and their commands printed
+    "run_ablations.py": ["--dry-run"],
 }
 HEADS = re.compile(r"runs/\S+/best|exported/\S+")
 
@@ -85,10 +96,9 @@ def _infer(argv: list[str], parse_only: bool) -> None:
 
 def _python(words: list[str], parse_only: bool) -> None:
     script, *argv = words
-    tiny = TINY.get(Path(script).name, {})
     behind = argv.index("--config") + 2 if "--config" in argv else 0
-    flags = [word for name, value in tiny.items() for word in (f"--{name}", str(value))]
-    argv = [*argv[:behind], *flags, *argv[behind:]]
+    argv = [*argv[:behind], *TINY.get(Path(script).name, []), *argv[behind:]]
+    terminate = signal.getsignal(signal.SIGTERM)
     with pytest.MonkeyPatch.context() as patch:
         if parse_only:
             _stop_behind_the_parser(patch)
@@ -100,6 +110,8 @@ def _python(words: list[str], parse_only: bool) -> None:
                 assert runpy.run_path(str(ROOT / script))["main"](argv) == 0
         except Parsed:
             assert parse_only
+        finally:
+            signal.signal(signal.SIGTERM, terminate)
 
 
 def _stop_behind_the_parser(patch: pytest.MonkeyPatch) -> None:
