@@ -137,7 +137,7 @@ def lines(series: Sequence[Line], alt: str) -> str:
     # every level has a column of its own; of many only some are numbered
     step = -(-levels // 12)
     ticks = "".join(f"<span>{level if (level - 1) % step == 0 else ''}</span>" for level in range(1, levels + 1))
-    marks = "".join(f"<span>{share}</span>" for share in ("100 %", "75", "50", "25", "0"))
+    marks = "".join(f"<span>{share}</span>" for share in ("100%", "75%", "50%", "25%", "0%"))
     told = "; ".join(f"{line.name} {', '.join(map(_told, line.points))}" for line in series[:SERIES])
     return (
         f'<div class="lines" role="img" aria-label="{text(f"{alt}, level 1, 2, ...: {told}")}">'

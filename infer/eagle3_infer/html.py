@@ -5,7 +5,6 @@ Reads the report's dict and the replies of `replies.py`; computes no figure of i
 
 import json
 from base64 import b64encode
-from collections.abc import Sequence
 from hashlib import sha256
 from importlib import resources
 from pathlib import Path
@@ -54,7 +53,7 @@ def render_html(report: dict[str, Any], told: Told) -> str:
         script=script,
         header=_header(report),
         summary=_summary(report),
-        speed=_section("Tau and speed", f'<div class="grid">{figures}</div>' if (figures := speed_figures(modes)) else ""),
+        speed=_section("Tau and speed", speed_figures(modes)),
         acceptance=_section("Acceptance by level", acceptance_figures(modes)),
         cost=_section("Cost", cost_figures(modes)),
         replies=_replies(told),
@@ -193,8 +192,8 @@ def _replies(told: Told) -> str:
     if not told.replies:
         return ""
     said = [
-        "Every token by how it came: from the prefill, as an accepted draft of some level, or as the target's own at the "
-        "end of a round. Choose a round to see the tree that it verified.",
+        "Every token by how it came: from the prefill, as an accepted draft of some level, or as the target's own at "
+        "the end of a round. Choose a round to see the tree that it verified.",
         *told.notes,
     ]
     notes = "".join(f"<p>{text(note)}</p>" for note in said)

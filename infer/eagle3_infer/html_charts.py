@@ -1,4 +1,4 @@
-"""Charts of the report, each with its numbers in a table: tau, speed, acceptance, cost. Reads the report's dict only."""
+"""Charts of the HTML report, each with its numbers in a table. Reads the report's dict only."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -46,14 +46,13 @@ def figure(title: str, said: str, chart: str, rows: Rows) -> str:
 def speed_figures(modes: Modes) -> str:
     """Tau, tokens per second, and the speedup against each baseline that was run."""
     drafted = any((mode["tau"] or 1) != 1 for mode in modes.values())
-    return "".join(
-        [
-            _bar_figure(modes if drafted else {}, "Tau", "tokens emitted per round; plain decoding is 1", "tau", mark=1.0),
-            _bar_figure(modes, "Tokens per second", "decoding alone, without the prefill", "tokens_per_second", digits=1),
-            _speedup(modes, PLAIN, "speedup_vs_plain", "plain decoding"),
-            _speedup(modes, HF, "speedup_vs_hf", "HF generate"),
-        ]
-    )  # fmt: skip
+    parts = [
+        _bar_figure(modes if drafted else {}, "Tau", "tokens per round; plain decoding has 1", "tau", mark=1.0),
+        _bar_figure(modes, "Tokens per second", "of decoding, without the prefill", "tokens_per_second", digits=1),
+        _speedup(modes, PLAIN, "speedup_vs_plain", "plain decoding"),
+        _speedup(modes, HF, "speedup_vs_hf", "HF generate"),
+    ]
+    return f'<div class="grid">{"".join(parts)}</div>' if any(parts) else ""
 
 
 def _speedup(modes: Modes, baseline: str, key: str, name: str) -> str:

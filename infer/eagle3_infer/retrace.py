@@ -1,4 +1,4 @@
-"""The untimed pass of `--html`: the first replies of a run once more, by every mode that drafts, with all their trees."""
+"""The untimed pass of `--html`: a run's first replies once more, by every mode that drafts, with all their trees."""
 
 from collections.abc import Sequence
 

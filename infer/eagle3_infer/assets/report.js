@@ -64,7 +64,8 @@
       default: return "not reached: the draft before it was not accepted";
     }
   }
-  const quoted = (token) => `“${word(token)}”`;
+  // isolated: the words around it keep their order whatever its script
+  const quoted = (token) => `“\u2068${word(token)}\u2069”`;
 
   function describe(node) {
     const parts = [`${quoted(node.token)} (token ${node.token})`, `level ${node.level}`];
@@ -90,7 +91,7 @@
 
   function show() {
     const reply = DATA.replies[state.reply], keys = Object.keys(reply.modes);
-    if (!keys.includes(state.mode)) state.mode = keys.find((key) => (reply.modes[key].trees ?? []).some((tree) => tree.t.length > 1)) ?? keys[0];
+    if (!keys.includes(state.mode)) state.mode = keys.reduce((best, key) => (nodes(reply.modes[key]) > nodes(reply.modes[best]) ? key : best));
     const mode = reply.modes[state.mode];
     state.round = liveliest(mode);
     const replies = DATA.replies.map((r, at) => [at, named(`${r.id}${r.turn > 1 ? `, turn ${r.turn}` : ""} · ${r.category}`)]);
@@ -110,6 +111,9 @@
   function refocus(what) {
     viewer.querySelector(`.pick[aria-label="${what}"] :is([aria-pressed="true"], select)`)?.focus();
   }
+
+  // per round; the mode with the largest trees is shown first
+  const nodes = (mode) => (mode.trees ?? []).reduce((sum, tree) => sum + tree.t.length, 0) / Math.max(1, mode.runs.length);
 
   // the first round with the longest accepted path says most
   const liveliest = (mode) => mode.accepted.reduce((best, count, at) => (count > mode.accepted[best] ? at : best), 0);
@@ -207,13 +211,13 @@
     if (!mode.trees) {
       return [head, el("p", { class: "counts" }, `${plural(mode.runs[state.round], "token")} emitted. Trees are kept of the head's own modes, and of replies that were decoded once more for this page.`)];
     }
-    const nodes = readTree(mode, state.round);
-    const drafts = nodes.filter((node) => node.fate !== "root" && node.fate !== "own").length, accepted = mode.accepted[state.round];
+    const rows = readTree(mode, state.round);
+    const drafts = mode.trees[state.round].t.length - 1, accepted = mode.accepted[state.round];
     const said = drafts
-      ? `${plural(drafts, "draft")} verified in one forward, ${accepted} accepted, ${plural(mode.runs[state.round], "token")} emitted. Numbers are draft scores: the chance the head gives a token after those before it.`
+      ? `${plural(drafts, "draft")} verified in one forward, ${accepted} accepted, ${plural(mode.runs[state.round], "token")} emitted. Numbers are draft scores: how likely the head holds a token after those before it.`
       : "This round drafted nothing: a plain step of the target.";
-    const told = el("p", { class: "told", "aria-live": "polite", dir: "auto" }, "");
-    return [head, el("p", { class: "counts" }, said), treeLegend(nodes), drawTree(nodes, told), told, nodeTable(nodes)];
+    const told = el("p", { class: "told", "aria-live": "polite" });
+    return [head, el("p", { class: "counts" }, said), treeLegend(rows), drawTree(rows, told), told, nodeTable(rows)];
   }
 
   function treeLegend(nodes) {
