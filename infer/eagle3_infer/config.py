@@ -132,12 +132,15 @@ class RuleConfig:
             rejection (drafts sampled without replacement; Leviathan's on a chain, recursive on a tree), or
             threshold (LOSSY: a draft whose probability reaches `threshold` is taken).
         draft_noise: none, or shared: drafts are ranked with the target's own noise (match rule only).
+        draft_sharpness: shared noise ranks by this times log q, plus the noise. Above 1 trusts the noise less: better
+            where the head's law is flatter than the target's. The output is the same whatever it is.
         threshold: smallest target probability that the threshold rule takes.
     """
 
     rule: str = MATCH
     draft_noise: str = NO_NOISE
     threshold: float = 0.3
+    draft_sharpness: float = 1.0
 
     def __post_init__(self):
         for name, known in (("rule", RULES), ("draft_noise", DRAFT_NOISES)):
@@ -146,6 +149,13 @@ class RuleConfig:
         if self.draft_noise == SHARED_NOISE and self.rule != MATCH:
             raise ConfigError(f"draft_noise shared needs the match rule; the rule is {self.rule}")
         check_number("threshold", self.threshold)
+        check_number("draft_sharpness", self.draft_sharpness)
+        if self.draft_sharpness <= 0:
+            raise ConfigError(f"draft_sharpness is {self.draft_sharpness}; it must be above 0")
+        if self.draft_sharpness != 1 and self.draft_noise != SHARED_NOISE:
+            raise ConfigError(
+                f"draft_sharpness is {self.draft_sharpness} and draft_noise {self.draft_noise}; it needs shared noise"
+            )
         if not 0 < self.threshold <= 1:
             raise ConfigError(f"threshold is {self.threshold}; it must be above 0 and at most 1")
 

@@ -11,7 +11,7 @@ from eagle3_infer.drafter import Drafter, Frontier, Levels
 from eagle3_infer.fixed_buffers import Buffers, Shape, SlotTable, copy_tree
 from eagle3_infer.graphs import GraphCache
 from eagle3_infer.kv import Block, KVPool, PagedContext
-from eagle3_infer.proposals import Proposal, by_perturbed_law
+from eagle3_infer.proposals import Proposal, by_perturbed_law, noisy_keys
 from eagle3_infer.running import Running
 from eagle3_infer.sampling import Sampler
 from eagle3_kernels.build_tree import build_tree
@@ -73,7 +73,8 @@ class FixedDrafter:
         roots, h = step.tokens.gather(1, last)[:, 0].long(), self._read(step, last)
         lens = (self.table["length"][:rows] + step.count).int()
         heat, seeds = self.table["temperature"][:rows].float(), self.table["seed"][:rows]
-        propose = FixedProposals(heat, seeds, lens.long(), self.drafter.mixed_ids, noisy)
+        sharpness = self.drafter.rule.draft_sharpness
+        propose = FixedProposals(heat, seeds, lens.long(), self.drafter.mixed_ids, noisy, sharpness)
         drafted = Levels([shape.depth], kinds=[])
         self.drafter.descend(propose, Frontier(self.pool, partial(self._view, lens)), h, drafted)
         copy_tree(
@@ -107,14 +108,16 @@ class FixedProposals:
         temperatures: fp32 [B], 0 = greedy; seeds: int64 [B].
         roots: absolute position of each slot's root, int64 [B].
         mixed_ids: see Drafter.
-        noisy: whether a slot's drafts take the noise.
+        noisy: whether a slot's drafts take the noise; sharpness: of q beside it.
     """
 
     keeps_q = False
 
-    def __init__(self, temperatures: Tensor, seeds: Tensor, roots: Tensor, mixed_ids: Tensor, noisy: bool):
+    def __init__(
+        self, temperatures: Tensor, seeds: Tensor, roots: Tensor, mixed_ids: Tensor, noisy: bool, sharpness: float
+    ):
         self.temperatures, self.seeds, self.roots = temperatures[:, None, None], seeds, roots
-        self.mixed_ids, self.noisy = mixed_ids, noisy
+        self.mixed_ids, self.noisy, self.sharpness = mixed_ids, noisy, sharpness
 
     def __call__(self, logits: Tensor, level: int) -> Proposal:
         greedy = self.temperatures == 0
@@ -122,6 +125,6 @@ class FixedProposals:
         if not self.noisy:
             return Proposal(log_q, None, log_q)
         noise = keyed_gumbel(self.seeds, Purpose.TARGET, self.roots + level, self.mixed_ids)
-        keys = log_q.where(greedy, log_q + noise[:, None])
+        keys = log_q.where(greedy, noisy_keys(log_q, noise[:, None], self.sharpness))
         edge = by_perturbed_law(keys, self.temperatures)
         return Proposal(keys, lambda best: best.where(greedy, edge(best)), log_q)

@@ -140,6 +140,16 @@ def add_rules(group: Any) -> None:
         help=_help(f"some of {','.join(DRAFT_NOISES)}, of the match rule", default.draft_noise),
     )
     group.add_argument(
+        "--draft-sharpness",
+        type=_numbers,
+        default=default.draft_sharpness,
+        metavar="W",
+        help=_help(
+            "weight of log q beside shared noise: above 1 for a head that is less sure than it should be",
+            default.draft_sharpness,
+        ),
+    )
+    group.add_argument(
         "--threshold",
         type=float,
         default=default.threshold,

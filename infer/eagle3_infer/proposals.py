@@ -94,9 +94,11 @@ class Proposals:
         if not (noisy and self.sampled):
             return Proposal(log_q, None, log_q)
         purpose = Purpose.DRAFT if self.rule.rule == REJECTION else Purpose.TARGET
+        sharpness = 1.0 if purpose == Purpose.DRAFT else self.rule.draft_sharpness
         keys = log_q.clone()
         for slot in self.sampled:
-            keys[slot] += mixed_gumbel(self.samplers[slot].seed, purpose, self.roots[slot] + level, self.mixed_ids)
+            noise = mixed_gumbel(self.samplers[slot].seed, purpose, self.roots[slot] + level, self.mixed_ids)
+            keys[slot] = noisy_keys(log_q[slot], noise, sharpness)
         edge = _by_rank if purpose == Purpose.DRAFT else by_perturbed_law(keys, self._temperatures)
         if len(self.sampled) == len(self.samplers):
             return Proposal(keys, edge, log_q)
@@ -114,6 +116,15 @@ class Proposals:
         if self.rule.rule == REJECTION or self.rule.draft_noise == SHARED_NOISE:
             return sampler.filters
         return Filters(sampler.filters.temperature)
+
+
+def noisy_keys(log_q: Tensor, noise: Tensor, sharpness: float) -> Tensor:
+    """What ranks drafts under Gumbel noise G: sharpness * log q + G.
+
+    With shared noise any ranking keeps the output: the walk goes to the target's own draw, or stops. The rejection rule
+    supposes drafts of q itself: sharpness 1.
+    """
+    return sharpness * log_q + noise
 
 
 def _by_rank(best: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from eagle3.errors import ConfigError
 from eagle3_infer.config import (
     MATCH,
     NO_NOISE,
+    SHARED_NOISE,
     THRESHOLD,
     EngineConfig,
     RuleConfig,
@@ -72,6 +73,7 @@ class RunSettings:
     chain_depth: tuple[int, ...] | None = None
     rule: tuple[str, ...] = (RuleConfig.rule,)
     draft_noise: tuple[str, ...] = (RuleConfig.draft_noise,)
+    draft_sharpness: tuple[float, ...] = (RuleConfig.draft_sharpness,)
     threshold: float = RuleConfig.threshold
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     bad_words: tuple[str, ...] = ()
@@ -107,7 +109,7 @@ class RunSettings:
             found = ", ".join(unknown) or "nothing"
             raise ConfigError(f"--mode names {found}, expected some of {','.join(MODES)}")
         self._check_baselines()
-        for name in ("rule", "draft_noise", "prompts"):
+        for name in ("rule", "draft_noise", "draft_sharpness", "prompts"):
             if not getattr(self, name):
                 raise ConfigError(f"{flag(name)} names nothing, see --help")
         _check_texts("--stop", self.stop, "would end every reply at once")
@@ -170,7 +172,9 @@ class RunSettings:
         rules: list[RuleConfig] = []
         for rule in dict.fromkeys(self.rule):
             noises = self.draft_noise if rule == MATCH or MATCH not in self.rule else (NO_NOISE,)
-            rules += [RuleConfig(rule, noise, self.threshold) for noise in dict.fromkeys(noises)]
+            for noise in dict.fromkeys(noises):
+                each = self.draft_sharpness if noise == SHARED_NOISE else (RuleConfig.draft_sharpness,)
+                rules += [RuleConfig(rule, noise, self.threshold, sharpness) for sharpness in dict.fromkeys(each)]
         return rules
 
     def _keyed(self, kind: str, trees: list[TreeConfig]) -> list[ModePlan]:
@@ -225,6 +229,8 @@ class RunSettings:
             said.append("--chain-depth changes nothing: chain is no mode of this run")
         if self.rules != [RuleConfig(threshold=self.threshold)] and not self.needs_head:
             said.append("--rule and --draft-noise change nothing: no mode drafts")
+        if self._given(["draft_sharpness"]) and SHARED_NOISE not in self.draft_noise:
+            said.append(f"--draft-sharpness changes nothing: it belongs to --draft-noise {SHARED_NOISE}")
         if self.threshold != RuleConfig.threshold and THRESHOLD not in self.rule:
             said.append(f"--threshold changes nothing: it belongs to --rule {THRESHOLD}")
         if self.assistant is not None and not self.drafts_assisted:
@@ -241,7 +247,7 @@ class RunSettings:
         """Flags of this package's engine and of Hugging Face's decoding."""
         names = ["target", "draft", "dtype", "device", "threads", "kernels", "prefill_rows", "graphs", "verify"]
         names += ["tree_depth", "tree_top_k", "tree_nodes", "tree_level_weight", "chain_depth", "rule", "draft_noise"]
-        names += ["threshold", "hf", "assistant"]
+        names += ["draft_sharpness", "threshold", "hf", "assistant"]
         return ["--mode"] * bool(self._given(["modes"])) + [flag(name) for name in self._given(names)]
 
     def _unused_by_shapes(self) -> list[str]:
@@ -284,7 +290,9 @@ def rule_name(rule: RuleConfig) -> str:
     """What a mode's key says of its rule: nothing for the default."""
     if rule.rule != MATCH:
         return rule.rule
-    return "" if rule.draft_noise == NO_NOISE else rule.draft_noise
+    if rule.draft_noise == NO_NOISE:
+        return ""
+    return rule.draft_noise + ("" if rule.draft_sharpness == 1 else f"*{rule.draft_sharpness:g}")
 
 
 def flag(name: str) -> str:

@@ -118,3 +118,19 @@ def test_unwritable_report_is_known_before_the_run(tmp_path):
 
 def test_defaults_live_in_the_settings():
     assert parse_settings([]) == RunSettings()
+
+
+def test_draft_sharpness_belongs_to_shared_noise():
+    """Each value is a run of its own, named in the key; nothing is run twice where the noise is not shared."""
+    settings = RunSettings(
+        modes=("chain",),
+        draft_noise=("none", "shared"),
+        draft_sharpness=(1.0, 1.2),
+        sampling=SamplingConfig(temperature=1),
+    )
+    assert [plan.key for plan in settings.plans()] == ["chain", "chain[shared]", "chain[shared*1.2]"]
+    assert settings.plans()[-1].settings["draft_sharpness"] == 1.2
+    (note,) = RunSettings(draft_sharpness=(1.2,)).unused()
+    assert note == "--draft-sharpness changes nothing: it belongs to --draft-noise shared"
+    with pytest.raises(ConfigError, match="draft_sharpness is 0"):
+        RunSettings(draft_noise=("shared",), draft_sharpness=(0.0,))
