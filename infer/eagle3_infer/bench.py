@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
+from eagle3.environment import load_average
 from eagle3.errors import ConfigError, DataError
 from eagle3.heads.eagle3 import Eagle3Head
 from eagle3.target import Target
@@ -56,6 +57,7 @@ class Bench:
     Attributes:
         modes: what was measured so far, also after an interrupt.
         notes: what the reader must know (turns left out).
+        load_before: of the machine, before anything was run.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Bench:
         self.notes: list[str] = []
         self.interrupted = False
         self.first_text = ""
+        self.load_before = load_average()
 
     @property
     def turns(self) -> list[Turn]:

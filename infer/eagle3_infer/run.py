@@ -3,17 +3,15 @@
 `bench.py` does the timing; this module decides the order of things and what is printed.
 """
 
-import platform
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import eagle3
+from eagle3.environment import cpu_model, git_revision, hardware, load_average, usable_cores, versions
 from eagle3.errors import ConfigError
 from eagle3.heads.eagle3 import Eagle3Head
 from eagle3.target import Target, parse_dtype
@@ -33,6 +31,9 @@ from eagle3_infer.table import render_report
 from eagle3_kernels.dispatch import kernels, set_kernels, uses_triton
 
 SHOWN_CHARACTERS = 1200
+PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "triton")
+# jobs per core before the run that make its speeds doubtful
+BUSY = 0.5
 
 
 @torch.inference_mode()
@@ -118,6 +119,7 @@ def header_lines(
     dtype = str(target.dtype).removeprefix("torch.")
     at_once = f", {settings.batch} at once" if settings.batch > 1 else ""
     return [
+        machine_line(),
         f"target   {settings.target} ({dtype}, {target.device}, {torch.get_num_threads()} threads)",
         f"head     {draft_name(settings) or 'none'}" + (f" ({_parameters(head):.1f} M parameters)" if head else ""),
         f"prompts  {sets_told(settings.prompts)}: {len(prompts)} prompts, {turns} turns{at_once}, "
@@ -156,11 +158,9 @@ def describe_run(settings: RunSettings, argv: Sequence[str], target: Target, ben
     """The report's `run` block."""
     return {
         "argv": list(argv),
-        "versions": {
-            "eagle3": eagle3.__version__,
-            "python": platform.python_version(),
-            **{name: metadata.version(name) for name in ("torch", "transformers")},
-        },
+        "versions": versions(PACKAGES),
+        "git": git_revision(),
+        "environment": hardware() | {"load_average": bench.load_before},
         "target": settings.target,
         "target_fingerprint": target.fingerprint,
         "draft": draft_name(settings),
@@ -180,7 +180,15 @@ def describe_run(settings: RunSettings, argv: Sequence[str], target: Target, ben
 def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return f"{device} ({torch.cuda.get_device_name(device)})"
-    return f"{device} ({platform.processor() or platform.machine()})"
+    return f"{device} ({cpu_model()})"
+
+
+def machine_line() -> str:
+    """What the speeds are of; a machine that has other things to do is said to be busy."""
+    cores, load = usable_cores(), load_average()
+    told = "" if load is None else f", load {load:.1f}"
+    busy = " (busy: speeds will be off)" if load is not None and load > BUSY * cores else ""
+    return f"machine  {cpu_model()}, {cores} cores{told}{busy}"
 
 
 class Progress:

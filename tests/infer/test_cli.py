@@ -99,6 +99,9 @@ def test_whole_run(base, tmp_path, capsys):
     assert list(report["modes"]) == ["plain", "chain", "tree", "hf_generate"]
     assert report["verify"]["compared"] == report["verify"]["identical"] == 5 * 3
     assert report["run"]["settings"]["max_new_tokens"] == 12 and not report["run"]["interrupted"]
+    environment = report["run"]["environment"]
+    assert environment["cores"] >= 1 and environment["cpu"] in captured.out and "load_average" in environment
+    assert report["run"]["versions"]["transformers"] and "revision" in (report["run"]["git"] or {"revision": None})
     assert set(report["modes"]["tree"]["by_category"]) == {"one", "two"}
     for row in report["outputs"]:
         assert 1 + sum(row["run_lengths"]) == len(row["token_ids"]) <= 12

@@ -11,7 +11,7 @@ import torch
 from eagle3.errors import ConfigError
 from eagle3_train.progress import Progress
 from eagle3_train.trackers import Trackers
-from eagle3_train.tracking import MetricsLog, RunRecord, git_revision, peak_memory, read_metrics, write_json
+from eagle3_train.tracking import MetricsLog, RunRecord, peak_memory, read_metrics, write_json
 
 
 def test_metrics_are_flushed_line_by_line(tmp_path):
@@ -98,11 +98,6 @@ def test_write_json_replaces_whole_files(tmp_path):
         write_json(path, loop)
     assert json.loads(path.read_text()) == {"a": 1}
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_git_revision_of_untracked_files_is_none(tmp_path):
-    (tmp_path / "module.py").touch()
-    assert git_revision(tmp_path / "module.py") is None
 
 
 class Terminal(io.StringIO):

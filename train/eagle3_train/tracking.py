@@ -8,19 +8,19 @@ from __future__ import annotations
 import json
 import math
 import os
-import platform
 import resource
-import subprocess
 import sys
 import time
 from dataclasses import is_dataclass
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from eagle3 import __version__
+from eagle3.environment import git_revision, hardware, versions
 from eagle3.errors import ConfigError
+
+# what decides the numbers
+PACKAGES = ("torch", "transformers", "datasets", "accelerate", "triton", "deepspeed", "bitsandbytes")
 
 
 def write_json(path: Path | str, value: Any) -> None:
@@ -104,7 +104,7 @@ class RunRecord:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.record = {
             "argv": sys.argv,
-            "versions": versions(),
+            "versions": versions(PACKAGES),
             "git": git_revision(),
             "seeds": seeds,
             "config": plain(config),
@@ -142,49 +142,6 @@ class RunRecord:
         return [*old.pop("previous", []), old]
 
 
-def versions() -> dict[str, str | None]:
-    """Versions of what decides the numbers; None = not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for name in ("torch", "transformers", "datasets", "accelerate", "triton", "deepspeed", "bitsandbytes"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = None
-    found["eagle3"] = __version__
-    return found
-
-
-def git_revision(file: Path | str = __file__) -> dict[str, Any] | None:
-    """Revision of the checkout that holds `file`, and whether tracked files differ; None outside one."""
-    folder = str(Path(file).resolve().parent)
-
-    def git(*words: str) -> str | None:
-        try:
-            done = subprocess.run(["git", "-C", folder, *words], capture_output=True, text=True, timeout=10)
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    # a file that git does not track belongs to a package installed inside somebody else's checkout
-    if not git("ls-files", "--error-unmatch", str(Path(file).resolve())):
-        return None
-    return {"revision": git("rev-parse", "HEAD"), "modified": bool(git("status", "--porcelain", "-uno"))}
-
-
-def hardware() -> dict[str, Any]:
-    """CPU model, cores, torch threads, GPUs."""
-    import torch
-
-    cuda = torch.cuda.is_available()
-    return {
-        "platform": platform.platform(),
-        "cpu": _cpu_model(),
-        "cores": os.cpu_count(),
-        "torch_threads": torch.get_num_threads(),
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [],
-    }
-
-
 def peak_memory() -> int:
     """Bytes that this process has used at most: of the GPU where there is one, else of main memory."""
     import torch
@@ -197,12 +154,3 @@ def peak_memory() -> int:
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = (line.split(":", 1)[1].strip() for line in lines if line.lower().startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
