@@ -5,6 +5,7 @@ Skipped where there is no Chromium (Debian: chromium, chromium-driver) or no sel
 
 import struct
 from base64 import b64decode
+from pathlib import Path
 from shutil import which
 
 import pytest
@@ -22,40 +23,8 @@ FLAGS = (
     "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage",
 )  # fmt: skip
 SIZES = [(1280, "light"), (1280, "dark"), (400, "light"), (400, "dark")]
-# boxes of all words in charts and legends, by figure; then those pairs that lie on each other
-OVERLAPS = """
-const touching = [];
-for (const figure of document.querySelectorAll("figure, .legend, .pick, .tree svg")) {
-  const boxes = [...figure.querySelectorAll(".name, .value, li, .x span, .y span, h3, p, summary, button, rect[rx]")]
-    .filter((e) => e.textContent.trim() || e.matches("rect")).map((e) => [e, e.getBoundingClientRect()])
-    .filter(([, box]) => box.width && box.height);
-  boxes.forEach(([a, p], i) => boxes.slice(i + 1).forEach(([b, q]) => {
-    const apart = p.right <= q.left + .5 || q.right <= p.left + .5 || p.bottom <= q.top + .5 || q.bottom <= p.top + .5;
-    if (!apart && !a.contains(b) && !b.contains(a)) touching.push([a.textContent, b.textContent]);
-  }));
-}
-for (const node of document.querySelectorAll(".node")) {
-  const box = node.querySelector("rect").getBoundingClientRect(), words = [...node.querySelectorAll("text")].map((t) => t.getBoundingClientRect());
-  if (words.some((w) => w.left < box.left || w.right > box.right)) touching.push([node.textContent, "leaves its box"]);
-  if (words.length > 1 && words[0].right > words[1].left) touching.push([node.textContent, "its score"]);
-}
-return touching;
-"""
-# WCAG contrast of words against what is behind them
-CONTRASTS = """
-const light = (c) => { const [r, g, b] = c.map((v) => (v /= 255) <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4); return .2126 * r + .7152 * g + .0722 * b; };
-const rgb = (text) => text.match(/[\\d.]+/g).map(Number);
-const ratio = (a, b) => { const [x, y] = [light(rgb(a).slice(0, 3)), light(rgb(b).slice(0, 3))].sort((p, q) => q - p); return (x + .05) / (y + .05); };
-const behind = (e) => { for (; e; e = e.parentElement) { const c = getComputedStyle(e).backgroundColor; if (rgb(c)[3] !== 0) return c; } return "rgb(255,255,255)"; };
-const found = [];
-for (const e of document.querySelectorAll(".tok, .counts, .notes li, figcaption p, td, th, .x span, .y span, button:not(:disabled), .banner, dt, dd"))
-  if (e.textContent.trim()) found.push([ratio(getComputedStyle(e).color, behind(e)), e.className + " " + e.textContent.slice(0, 20)]);
-for (const n of document.querySelectorAll(".node")) {
-  const fill = getComputedStyle(n.querySelector("rect")).fill;
-  for (const t of n.querySelectorAll("text")) found.push([ratio(getComputedStyle(t).fill, fill), n.getAttribute("class")]);
-}
-return found.filter(([r]) => r < 4.5);
-"""
+ORACLES = Path(__file__).parents[1] / "oracles"
+OVERLAPS, CONTRASTS = ((ORACLES / f"page_{name}.js").read_text("utf-8") for name in ("overlaps", "contrasts"))
 
 
 @pytest.fixture(scope="module")

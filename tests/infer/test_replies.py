@@ -10,14 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from eagle3_infer.replies import SHOWN_CHARACTERS, Words, tell_reply, tell_tree
 from eagle3_infer.trace import Trace, TracedRound, TracedTree
 from oracles.reports import FULL, ROUNDS, TEXTS, TOKENS, Vocabulary, output, traced_output
-
-
-def byte_tokenizer():
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    inner = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate([*alphabet, "<eos>"])}, merges=[]))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>")
+from oracles.tiny import tiny_tokenizer
 
 
 def sentence_tokenizer():
@@ -31,7 +24,7 @@ def sentence_tokenizer():
 @pytest.mark.parametrize("text", ["plain", "é🙂 שלום 漢字", "🙂🙂", "a\nb\t"])
 def test_pieces_make_up_the_text(text):
     """A character of several tokens comes with its last one; no token's text is lost or told twice."""
-    tokenizer = byte_tokenizer()
+    tokenizer = tiny_tokenizer()
     ids = tokenizer(text)["input_ids"]
     pieces = Words(tokenizer).pieces(ids)
     assert "".join(pieces) == text and len(pieces) == len(ids)
@@ -39,7 +32,7 @@ def test_pieces_make_up_the_text(text):
 
 
 def test_a_character_that_is_cut_off():
-    tokenizer = byte_tokenizer()
+    tokenizer = tiny_tokenizer()
     ids = tokenizer("a🙂")["input_ids"][:-1]
     pieces = Words(tokenizer).pieces(ids)
     assert pieces[0] == "a" and pieces[1:-1] == ["", ""][: len(ids) - 2] and "�" in pieces[-1]

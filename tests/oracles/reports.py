@@ -15,8 +15,9 @@ LOSSY = TREE | {"rule": "threshold", "lossless": False}
 HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror=hacked=1>\u202e\x00&amp;"
 # token -> its text; every token of the traces below
 TEXTS = [
-    " the", " of", "\n", " שלום", " مرحبا", "🙂", HOSTILE, " quite-a-long-word-that-is-cut-short", "<|im_end|>", "漢字", "\t", "",
-]  # fmt: skip
+    *(" the", " of", "\n", " שלום", " مرحبا", "🙂", HOSTILE, " quite-a-long-word-that-is-cut-short"),
+    *("<|im_end|>", "漢字", "\t", ""),
+]
 
 
 class Vocabulary:
