@@ -185,6 +185,14 @@ def test_defaults_are_those_of_the_code(page):
     assert not [(name, value) for name, value in told if plain(yaml.safe_load(value)) not in defaults().get(name, [])]
 
 
+def test_every_flag_and_setting_is_on_a_page():
+    """Catches: one that is new, and that nobody reads of."""
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    words = set(re.findall(r"(?<![\w.-])[\w.-]*\w", text))
+    names = {*build_parser()._option_string_actions, *field_names(TrainConfig)} - {"-h", "--help"}
+    assert not sorted(name for name in names if not {name, f"--{name}"} & words)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links(page):
     """Every file and anchor is there; addresses are whole."""
