@@ -17,14 +17,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from eagle3.errors import ConfigError, Eagle3Error, one_line
 from eagle3_recipes.budget import parse_budget
 from eagle3_recipes.execute import DONE, FAILED, Execution, Job
 from eagle3_recipes.plan import Options, PlannedRun, plan
 from eagle3_recipes.stages import note_settings, stages
 from eagle3_recipes.summary import show
 from eagle3_recipes.sweep import Sweep, check_seeds, read_sweep
-
-from eagle3.errors import ConfigError, Eagle3Error, one_line
 
 EXIT_FAILED, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
 
@@ -66,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         given = build_parser().parse_args(argv)
         sweep, options = read_sweep(given.sweep), _options(given)
         runs = plan(sweep, options)
-        jobs = [Job(run.name, stages(run, sweep, options, _threads(options))) for run in runs]
+        jobs = [Job(run.name, run.folder, stages(run, sweep, options, _threads(options))) for run in runs]
         if given.dry_run:
             return _print_commands(jobs)
         return _run(sweep, options, runs, jobs)

@@ -32,9 +32,10 @@ class Stage:
 
 @dataclass
 class Job:
-    """The stages of one run, in their order, and what became of them."""
+    """The stages of one run, in their order, and what became of them. Jobs of one folder run one after the other."""
 
     name: str
+    folder: Path
     stages: Sequence[Stage]
     status: str = WAITING
     # of the stage that failed
@@ -89,14 +90,19 @@ class Execution:
         waiting = list(self.jobs)
         try:
             while waiting or self._running:
-                while waiting and len(self._running) < self.at_once:
-                    self._go_on(waiting.pop(0))
+                while len(self._running) < self.at_once and (job := self._next(waiting)) is not None:
+                    waiting.remove(job)
+                    self._go_on(job)
                 self._look()
                 if self._running:
                     time.sleep(self.pause)
         except BaseException:
             self._stop()
             raise
+
+    def _next(self, waiting: Sequence[Job]) -> Job | None:
+        taken = {one.job.folder for one in self._running}
+        return next((job for job in waiting if job.folder not in taken), None)
 
     def _go_on(self, job: Job) -> None:
         """Start the job's next stage, or note that there is none."""

@@ -5,12 +5,14 @@ import re
 import sys
 from dataclasses import dataclass
 from functools import cached_property
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from eagle3.config import load_config
-from eagle3.errors import ConfigError
+from eagle3.errors import ConfigError, Eagle3Error
 from eagle3_infer.cli import parse_settings
+from eagle3_infer.prompt_sets import find_set
 from eagle3_infer.settings import RunSettings
 from eagle3_recipes.budget import Budget
 from eagle3_recipes.identity import Identity, content
@@ -19,7 +21,6 @@ from eagle3_train.config import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED_HEAD = ROOT / "infer/eagle3_infer/assets/head"
-SHIPPED_PROMPTS = ROOT / "infer/eagle3_infer/assets/prompts.jsonl"
 EVALUATE = "evaluate."
 # what changes a run's speed, place or records, and nothing that is measured
 _OF_TRAINING = frozenset(
@@ -110,9 +111,8 @@ class Evaluation:
 
     def _identity(self, given: Settings) -> Identity:
         settings = parse_settings(Evaluation(given).words)
-        prompts = (settings.prompts or str(SHIPPED_PROMPTS)).split(",")
         head = self.head or content(settings.draft or SHIPPED_HEAD)
-        files = {"prompts": [_prompts_content(name) for name in prompts], "head": head}
+        files = {"prompts": [_prompts_content(word) for word in settings.prompts], "head": head}
         return Identity(settings, RunSettings(), _OF_EVALUATION, files)
 
 
@@ -132,6 +132,10 @@ class PlannedRun:
     @property
     def name(self) -> str:
         return f"{self.variant} s{self.seed}"
+
+    @property
+    def digests(self) -> list[str]:
+        return [self.digest, *(evaluation.identity.digest for evaluation in self.evaluations)]
 
     @property
     def head(self) -> Path:
@@ -155,14 +159,16 @@ def plan(sweep: Sweep, options: Options) -> list[PlannedRun]:
         raise ConfigError(f"{sweep.path} trains nothing; leave out --files and --budget")
     chosen = {name: given for name, given in sweep.variants.items() if not options.only or name in options.only}
     seeds = options.seeds or sweep.seeds
-    runs = [_run(sweep, options, name, given, seed) for seed in seeds for name, given in chosen.items()]
+    folders: dict[str, Path] = {}
+    runs = [_run(sweep, options, name, given, seed, folders) for seed in seeds for name, given in chosen.items()]
     for i, run in enumerate(runs):
-        if same := [other.name for other in runs[:i] if other.digest == run.digest]:
+        if same := [other.name for other in runs[:i] if other.digests == run.digests]:
             raise ConfigError(f"{sweep.path}: {run.name} is the same run as {same[0]}; leave one out")
     return runs
 
 
-def _run(sweep: Sweep, options: Options, name: str, given: Settings, seed: int) -> PlannedRun:
+def _run(sweep: Sweep, options: Options, name: str, given: Settings, seed: int, folders: dict[str, Path]) -> PlannedRun:
+    """`folders` are those of this sweep's runs so far, by digest: one head may be measured in several ways."""
     own = {k.removeprefix(EVALUATE): v for k, v in given.items() if k.startswith(EVALUATE) or not sweep.trains}
     flags = {**sweep.evaluate, **own}
     if options.prompts is not None:
@@ -181,9 +187,11 @@ def _run(sweep: Sweep, options: Options, name: str, given: Settings, seed: int) 
         identity = evaluations[0].without_temperature if training is None else training.identity
         for evaluation in evaluations:
             _ = evaluation.identity
-    except ConfigError as error:
+    except Eagle3Error as error:
         raise ConfigError(f"{sweep.path}, variant {name}: {error}") from None
-    folder = _folder(options.output / "runs", f"{name}-s{seed}", identity)
+    if identity.digest not in folders:
+        folders[identity.digest] = _folder(options.output / "runs", f"{name}-s{seed}", identity)
+    folder = folders[identity.digest]
     return PlannedRun(name, seed, given, identity.digest, folder, training, evaluations)
 
 
@@ -243,11 +251,12 @@ def _flag(name: str, value: Any) -> list[str]:
     return [flag, ",".join(map(str, value)) if isinstance(value, list) else str(value)]
 
 
-def _prompts_content(name: str) -> str | None:
-    return content(SHIPPED_PROMPTS if name == "shipped" else name)
+def _prompts_content(word: str) -> str | None:
+    file = find_set(word)
+    if not file.is_file():
+        raise ConfigError(f"prompts {word!r}: no such file")
+    return content(file)
 
 
 def _digest(value: Any) -> str:
-    from hashlib import blake2b
-
     return blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=4).hexdigest()

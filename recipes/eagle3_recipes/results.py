@@ -27,7 +27,7 @@ def result(run: PlannedRun) -> Record:
             "temperature": evaluation.temperature,
             "seconds": sum(mode["seconds"] for mode in report["modes"].values()),
             "prompts": len({row["id"] for row in report["outputs"]}),
-            "modes": {key: _mode(mode) for key, mode in report["modes"].items()},
+            "modes": {key: _mode(key, mode) for key, mode in report["modes"].items()},
         }
         for evaluation, report in reports
         if report.get("modes")
@@ -76,9 +76,19 @@ def records(results: list[Record]) -> list[Record]:
     return rows
 
 
-def _mode(mode: Record) -> Record:
+def label(mode: Record) -> str:
+    """A mode with the shape of its tree and its rule, which the report's key leaves out where they are its first."""
+    if "depth" not in mode:
+        return mode["kind"]
+    rule = "" if mode["rule"] == "match" else f" {mode['rule']}"
+    noise = "" if mode["draft_noise"] == "none" else f" {mode['draft_noise']} noise"
+    return f"{mode['kind']} d{mode['depth']}k{mode['top_k']}n{mode['nodes']}{rule}{noise}"
+
+
+def _mode(key: str, mode: Record) -> Record:
     """The figures of a mode that tables and plots show."""
     settings = {k: mode["settings"][k] for k in ("depth", "top_k", "nodes", "rule", "draft_noise") if mode["settings"]}
+    settings["kind"] = key.partition("[")[0]
     figures = ("tau", "tau_prompt_mean", "tokens", "rounds", "nodes_per_round", "utilisation", "tokens_per_second")
     speeds = {k: mode[k] for k in ("speedup_vs_plain", "speedup_vs_hf")}
     rates = [n / mode["rounds"] for n in mode["accepted_by_level"]] if mode["rounds"] else []

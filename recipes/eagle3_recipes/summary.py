@@ -1,8 +1,10 @@
 """The end of a sweep: its table, CSV, JSON and plots, from whatever runs are done."""
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 from eagle3_recipes.plan import Options, PlannedRun
+from eagle3_recipes.plots import draw
 from eagle3_recipes.results import records, result
 from eagle3_recipes.sweep import Sweep
 from eagle3_recipes.table import inference_table, training_table, write_csv
@@ -20,3 +22,7 @@ def show(sweep: Sweep, options: Options, runs: Sequence[PlannedRun]) -> None:
     write_json(place.with_suffix(".json"), {"sweep": sweep.name, "question": sweep.question, "runs": results})
     write_csv(rows, place.with_suffix(".csv"))
     print(f"\n{table}\n\n{place}.csv")
+    if find_spec("matplotlib") is None:
+        print("no plot: matplotlib is not installed (pip install 'eagle3[plot]')")
+    elif draw(sweep, rows, place.with_suffix(".png")):
+        print(place.with_suffix(".png"))

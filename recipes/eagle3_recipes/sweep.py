@@ -29,7 +29,8 @@ class Sweep:
         budget: of every training run, unless the command line gives one.
         evaluate: flags of eagle3-infer, with _ for -; several temperatures are run one after the other.
         idle: whether the machine does nothing else, so that speeds mean something; they are shown only then.
-        plot: axes of the plots of a grid (see eagle3_recipes.plots).
+        plot: columns of the CSV that the plot shows where nothing is trained: `x`, `line` and `panel`, each a name or a
+            list of names.
     Raises:
         ConfigError: an unknown key, nothing to vary, or a value of the wrong kind.
     """
@@ -43,7 +44,7 @@ class Sweep:
     budget: Budget | None = None
     evaluate: Settings = field(default_factory=dict)
     idle: bool = False
-    plot: dict[str, str] = field(default_factory=dict)
+    plot: dict[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -86,6 +87,8 @@ def read_sweep(path: Path | str) -> Sweep:
         if not isinstance(given, dict | None):
             raise ConfigError(f"{path}: variant {name} is {given!r}; it must be a mapping of settings")
     content["variants"] = {str(name): given or {} for name, given in content["variants"].items()}
+    if wrong := set(content["plot"]) - {"x", "line", "panel"}:
+        raise unknown_key(f"plot.{wrong.pop()}", {"plot.x", "plot.line", "plot.panel"}, str(path))
     if "budget" in content:
         content["budget"] = parse_budget(str(content["budget"]))
     if content.get("extends") is None and (content["set"] or content.get("budget")):

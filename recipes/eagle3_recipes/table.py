@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
-from eagle3_recipes.results import Record
+from eagle3_recipes.results import Record, label
 
 UNTOLD = "~"
 
@@ -83,7 +83,7 @@ def inference_table(records: Sequence[Record], idle: bool) -> str:
     def name(record: Record) -> str:
         parts = [record["variant"]] if several else []
         parts += [f"T={record['temperature']:g}"] if temperatures and "temperature" in record else []
-        return "  ".join([*parts, _mode_name(record)])
+        return "  ".join([*parts, label(record) if "mode" in record else "-"])
 
     return _text(_groups(records, name), columns)
 
@@ -98,18 +98,6 @@ def write_csv(records: Iterable[Record], path: Path) -> None:
         writer.writeheader()
         writer.writerows(rows)
     temporary.replace(path)
-
-
-def _mode_name(record: Record) -> str:
-    """A mode with the shape of its tree, which the key of a run's first tree leaves out."""
-    if "mode" not in record:
-        return "-"
-    if "depth" not in record:
-        return record["mode"]
-    kind = record["mode"].partition("[")[0]
-    rule = "" if record["rule"] == "match" else f" {record['rule']}"
-    noise = "" if record["draft_noise"] == "none" else f" {record['draft_noise']} noise"
-    return f"{kind} d{record['depth']}k{record['top_k']}n{record['nodes']}{rule}{noise}"
 
 
 def _groups(rows: Sequence[Record], name: Callable[[Record], str]) -> dict[str, list[Record]]:

@@ -1,0 +1,144 @@
+"""Runs as processes: order, failures, several at once, ^C."""
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from eagle3_recipes.execute import DONE, FAILED, STOPPED, WAITING, Execution, Job, Stage, start_process
+from oracles.sweeps import FakeProcess
+
+
+def job(folder, *names, code=0, files=True):
+    """A job whose stages leave a file each; `code` is how its last one ends."""
+    stages = []
+    for name in names:
+        file = folder / name
+        command = [name, str(code if name == names[-1] else 0), str(file) if files else ""]
+        stages.append(Stage(name, command, folder / f"{name}.log", file.is_file))
+    return Job(folder.name, folder, stages)
+
+
+class Clock:
+    """Starts jobs that end after a number of looks; notes how many ran at once."""
+
+    def __init__(self, looks=1):
+        self.looks, self.running, self.most, self.started = looks, [], 0, []
+
+    def __call__(self, command, log):
+        log.parent.mkdir(parents=True, exist_ok=True)
+        name, code, file = command
+        process = FakeProcess(None)
+        self.running.append(process)
+        self.started.append(name)
+        self.most = max(self.most, sum(p.code is None for p in self.running))
+        looks = iter(range(self.looks))
+
+        def poll():
+            if process.code is None and next(looks, None) is None:
+                process.code = int(code)
+                if file and not process.code:
+                    open(file, "w").close()
+            return process.code
+
+        process.poll = poll
+        return process
+
+
+def execute(jobs, start, at_once=1):
+    said = []
+    Execution(jobs, at_once, start, said.append, pause=0).run()
+    return said
+
+
+def test_stages_in_order_and_what_is_done_is_left(tmp_path):
+    """An evaluation before its head; a head trained twice."""
+    first, start = job(tmp_path / "a", "train", "evaluate"), Clock()
+    (tmp_path / "a").mkdir()
+    execute([first], start)
+    assert (start.started, first.status) == (["train", "evaluate"], DONE)
+    again = job(tmp_path / "a", "train", "evaluate")
+    assert execute([again], start) == ["[1/1] a: done before"]
+    (tmp_path / "a/evaluate").unlink()
+    execute([again], start)
+    assert start.started == ["train", "evaluate", "evaluate"]
+
+
+def test_a_failure_is_told_and_the_others_go_on(tmp_path):
+    bad, good = job(tmp_path / "a", "train", "evaluate", code=3), job(tmp_path / "b", "train")
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    (tmp_path / "a/evaluate.log").write_text("".join(f"line {i}\n" for i in range(30)))
+    execute([bad, good], Clock())
+    assert (bad.status, good.status) == (FAILED, DONE)
+    assert "evaluate ended with code 3" in bad.failure
+    assert "line 29" in bad.failure
+    assert "line 20" not in bad.failure
+
+
+def test_a_command_that_leaves_nothing_has_failed(tmp_path):
+    """Exit code 0 without a result: the stage started anew for ever."""
+    empty = job(tmp_path / "a", "train", files=False)
+    execute([empty], Clock())
+    assert empty.status == FAILED
+    assert "left no result" in empty.failure
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3])
+def test_so_many_at_once(tmp_path, at_once):
+    jobs = [job(tmp_path / str(i), "train", "evaluate") for i in range(5)]
+    for i in range(5):
+        (tmp_path / str(i)).mkdir()
+    start = Clock(looks=3)
+    execute(jobs, start, at_once)
+    assert start.most == at_once
+    assert all(one.status == DONE for one in jobs)
+
+
+def test_one_folder_has_one_run_at_a_time(tmp_path):
+    """Two variants that measure one head, both training it."""
+    (tmp_path / "a").mkdir()
+    first, second = job(tmp_path / "a", "train", "evaluate"), job(tmp_path / "a", "train", "other")
+    start = Clock(looks=3)
+    execute([first, second], start, at_once=2)
+    assert start.started == ["train", "evaluate", "other"]
+
+
+CHILD = """
+import signal, sys, time, pathlib
+def end(*_):
+    pathlib.Path(sys.argv[1]).write_text("saved")
+    sys.exit(143)
+signal.signal(signal.SIGTERM, end)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_interrupted_children_end_cleanly(tmp_path):
+    """^C that leaves trainers running, or kills them before they have saved."""
+    saved, log = tmp_path / "saved", tmp_path / "train.log"
+    first = Job("a", tmp_path, [Stage("train", [sys.executable, "-c", CHILD, str(saved)], log, lambda: False)])
+    second = Job("b", tmp_path / "b", [Stage("train", ["never"], log, lambda: False)])
+    children: list[subprocess.Popen] = []
+
+    def start(command, path):
+        children.append(start_process(command, path))
+        return children[-1]
+
+    def interrupt():
+        while not (log.is_file() and "\nready" in log.read_text()):
+            time.sleep(0.05)
+        signal.raise_signal(signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        Execution([first, second], start=start, tell=lambda _: None, pause=0.05).run()
+    thread.join()
+    assert saved.read_text() == "saved"
+    assert [child.poll() for child in children] == [143]
+    assert (first.status, second.status) == (STOPPED, WAITING)

@@ -1,0 +1,196 @@
+"""run_ablations.py: a sweep from its command to its table, over runs that fail and are resumed; once for real."""
+
+import csv
+import json
+import runpy
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from oracles.sweeps import flags_of
+from oracles.tiny import tiny_chats, tiny_folder
+
+SCRIPT = Path(__file__).parents[2] / "recipes/run_ablations.py"
+main = runpy.run_path(str(SCRIPT))["main"]
+
+
+def run(sweep, *words):
+    return main([str(sweep), "--output", str(sweep.parent / "out"), "--threads", "1", *map(str, words)])
+
+
+def rows(sweep):
+    with (sweep.parent / "out/sweep.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_from_command_to_table(sweep, runner, capsys):
+    assert run(sweep) == 0
+    # two variants measure one head
+    assert sum("train_draft.py" in command[1] for command in runner.commands) == 4
+    assert len(runner.commands) == 10
+    table = capsys.readouterr().out
+    assert "does it matter?" in table
+    lines = {line.split("  ")[0]: line for line in table.splitlines() if "±" in line}
+    assert "1.505 ±0.005" in lines["usual"]
+    assert "1.605 ±0.005" in lines["more steps"]
+    assert "no plot: matplotlib is not installed" in table
+    assert "~" not in lines["more steps"].split("1.605 ±0.005")[1].split("  ")[0]
+    assert "1.505 ±0.005~" in lines["deep"]
+    found = rows(sweep)
+    assert {(r["variant"], r["seed"], r["mode"]) for r in found} == {
+        (v, s, m) for v in ("usual", "more steps", "deep") for s in "01" for m in ("plain", "chain")
+    }
+    assert {float(r["tau"]) for r in found if r["variant"] == "more steps" and r["mode"] == "chain"} == {1.6, 1.61}
+    result = json.loads(next((sweep.parent / "out/runs").glob("more_steps-s1-*/result.json")).read_text())
+    assert result["complete"]
+    assert result["training"]["tokens"] == 2000
+    assert not list((sweep.parent / "out/runs").rglob("checkpoints"))
+
+
+def test_what_is_done_is_not_done_again(sweep, runner):
+    """A seed more, another evaluation: only what is new is run."""
+    assert run(sweep) == 0
+    del runner.commands[:]
+    assert run(sweep) == 0
+    assert runner.commands == []
+    assert run(sweep, "--seeds", "0,1,2") == 0
+    assert len(runner.commands) == 5
+    del runner.commands[:]
+    sweep.write_text(sweep.read_text().replace("max_turns: 1", "max_turns: 2"))
+    assert run(sweep) == 0
+    assert len(runner.commands) == 6
+    assert not any("train_draft.py" in command[1] for command in runner.commands)
+
+
+def test_a_failed_run_is_reported_and_tried_again(sweep, runner, capsys):
+    """One failure that ends the sweep, or that the table hides."""
+    runner.fail = lambda command: 2 if flags_of(command).get("ttt.steps") == "3" else None
+    assert run(sweep) == 1
+    told = capsys.readouterr()
+    assert "more steps s0: train ended with code 2" in told.err
+    assert "  error: it broke" in told.err
+    assert "2 of 6 runs are not done" in told.err
+    line = next(line for line in told.out.splitlines() if line.startswith("more steps"))
+    assert line.endswith("0 of 2")
+    assert {r["status"] for r in rows(sweep) if r["variant"] == "more steps"} == {"unfinished"}
+    runner.fail = lambda command: None
+    del runner.commands[:]
+    assert run(sweep) == 0
+    assert len(runner.commands) == 4
+
+
+def test_an_interrupted_sweep_shows_what_it_has(sweep, runner, capsys):
+    def stop(command):
+        if flags_of(command).get("seed") == "1":
+            raise KeyboardInterrupt
+
+    runner.fail = stop
+    assert run(sweep) == 130
+    told = capsys.readouterr()
+    assert "3 of 6 runs are not done; the same command goes on" in told.err
+    assert next(line for line in told.out.splitlines() if line.startswith("deep")).endswith("1 of 2")
+    runner.fail = lambda command: None
+    assert run(sweep) == 0
+
+
+def test_a_report_of_an_interrupted_evaluation_is_not_taken(sweep, runner):
+    """eagle3-infer writes what it has on ^C, too."""
+
+    def partial(command):
+        if "json" not in flags_of(command):
+            return None
+        runner.evaluate(flags_of(command))
+        return 130
+
+    runner.fail = partial
+    assert run(sweep, "--only", "usual", "--seeds", 0) == 1
+    runner.fail = lambda command: None
+    del runner.commands[:]
+    assert run(sweep, "--only", "usual", "--seeds", 0) == 0
+    assert len(runner.commands) == 1
+
+
+def test_dry_run_runs_nothing(sweep, runner, capsys):
+    assert run(sweep, "--dry-run", "--only", "more steps") == 0
+    assert runner.commands == []
+    assert capsys.readouterr().out.count("train_draft.py") == 2
+    assert not (sweep.parent / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--only", "x"], "--only names x"),
+        (["--seeds", "a"], "--seeds is 'a'"),
+        (["--seeds", "0,0"], "--seeds: seeds is [0, 0]"),
+        (["--jobs", "0"], "--jobs is 0"),
+        (["--budget", "7"], "budget is '7'"),
+        (["--bugdet", "7min"], "unrecognized arguments"),
+    ],
+)
+def test_wrong_words_are_one_line(sweep, capsys, words, message):
+    assert run(sweep, *words) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+
+
+def test_no_sweep_of_that_name(tmp_path, capsys):
+    assert main([str(tmp_path / "nothing")]) == 2
+    assert "nothing.yaml' does not exist" in capsys.readouterr().err
+
+
+def test_a_grid_of_one_head(sweep, runner, capsys):
+    """Speeds that a busy machine measured are not shown."""
+    sweep.write_text("variants: {shipped: {}}\nseeds: [0, 1]\nevaluate: {mode: [plain, chain], hf: none}\n")
+    assert run(sweep) == 0
+    assert not any("train_draft.py" in command[1] for command in runner.commands)
+    table = capsys.readouterr().out
+    assert "chain d2k1n2  2.000 ±0.000" in table
+    assert "tok/s" not in table
+    sweep.write_text(sweep.read_text() + "idle: true\n")
+    assert run(sweep) == 0
+    assert "tok/s" in capsys.readouterr().out
+    assert len(runner.commands) == 2
+
+
+@pytest.mark.parametrize("plot", ["", "plot: {x: depth, line: [rule, draft_noise], panel: kind}\n"])
+def test_pictures(sweep, runner, plot, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr("eagle3_recipes.summary.find_spec", find_spec)
+    assert run(sweep) == 0
+    trained = (sweep.parent / "out/sweep.png").read_bytes()
+    sweep.write_text("variants: {shipped: {}}\nevaluate: {mode: [plain, chain], hf: none}\n" + plot)
+    assert run(sweep) == 0
+    drawn = (sweep.parent / "out/sweep.png").read_bytes()
+    assert all(picture.startswith(b"\x89PNG") for picture in (trained, drawn))
+    assert drawn != trained
+
+
+def test_for_real(tmp_path, monkeypatch, capsys):
+    """Flags that trainer or eagle3-infer do not take; a report that has other keys."""
+    monkeypatch.chdir(tmp_path)
+    tiny_folder(tmp_path / "target")
+    tiny_chats(tmp_path / "chats.jsonl", tmp_path / "target")
+    (tmp_path / "base.yaml").write_text(
+        "target: target\ndata: {files: [chats.jsonl], eval_rows: 4}\nhead: {draft_vocab_size: 100}\n"
+        "ttt: {steps: 2}\nrows_per_step: 4\nautocast: float32\ndevice: cpu\n"
+    )
+    sweep = tmp_path / "sweep.yaml"
+    sweep.write_text(
+        "extends: base.yaml\nvariants: {usual: {}}\n"
+        "evaluate: {mode: [chain, tree], tree_depth: 2, tree_top_k: 2, tree_nodes: 4, limit: 2, max_new_tokens: 8, "
+        "hf: none}\n"
+    )
+    assert run(sweep, "--budget", "800 tokens", "--store", tmp_path / "store") == 0
+    [chain, tree] = rows(sweep)
+    assert (chain["kind"], tree["kind"], chain["status"]) == ("chain", "tree", "done")
+    assert float(tree["tau"]) >= 1
+    assert int(chain["train.tokens"]) >= 800
+    assert float(chain["train.alpha.1"]) > 0
+    assert list((tmp_path / "store").glob("layers-default-*/*.safetensors"))
+    capsys.readouterr()
+    assert run(sweep, "--budget", "800 tokens", "--store", tmp_path / "store") == 0
+    assert "usual s0: done before" in capsys.readouterr().out
