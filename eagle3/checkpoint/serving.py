@@ -83,6 +83,9 @@ class ServingFormat:
         """The reference's keys with our block, which this package reads back, and the engine's."""
         content = reference.config_json(config, dtype) | {"rope_scaling": _rope_scaling(config.rope_parameters)}
         content |= {name: True for name in _SWITCHES if getattr(config, name)}
+        if config.sliding_window is not None:
+            kinds = ["sliding_attention"] * config.num_layers
+            content |= {"sliding_window": config.sliding_window, "layer_types": kinds}
         if self.reads_layers:
             ids = self.layer_ids(config)
             content["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True}

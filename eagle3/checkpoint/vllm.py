@@ -9,6 +9,11 @@ import shlex
 
 from eagle3.checkpoint.serving import ROPES, Launch, ServingFormat
 
+_YARN = ROPES["linear"] | {
+    *("original_max_position_embeddings", "beta_fast", "beta_slow", "truncate"),
+    *("attention_factor", "mscale", "mscale_all_dim"),
+}
+
 
 def _command(launch: Launch) -> str:
     speculative = {"method": "eagle3", "model": launch.folder, "num_speculative_tokens": launch.drafts}
@@ -18,8 +23,8 @@ def _command(launch: Launch) -> str:
 FORMAT = ServingFormat(
     engine="vLLM (0.32 was read)",
     shift=1,
-    options=frozenset({"num_layers", "fc_norm", "norm_before_residual", "norm_output"}),
-    ropes=ROPES | {"default": ROPES["default"] | {"partial_rotary_factor"}},
+    options=frozenset({"num_layers", "fc_norm", "norm_before_residual", "norm_output", "sliding_window"}),
+    ropes=ROPES | {"default": ROPES["default"] | {"partial_rotary_factor"}, "yarn": _YARN},
     own_width=True,
     fc_by_width=False,
     reads_layers=True,
