@@ -91,17 +91,18 @@ def _header(report: dict[str, Any]) -> str:
     }
     pairs = "".join(f"<div><dt>{k}</dt><dd>{text(v)}</dd></div>" for k, v in facts.items() if v is not None and v != "")
     banners = [NOTHING if not modes else PARTIAL if run.get("interrupted") else ""]
-    banners += [
-        f"LOSSY: {mode_title(k, m)} may emit what the target would not." for k, m in modes.items() if m["lossy"]
-    ]
+    banners += [f"{mode_title(k, m)} may emit what the target would not." for k, m in modes.items() if m["lossy"]]
     shown = "".join(f'<p class="banner">{text(banner)}</p>' for banner in banners if banner)
     lead = "".join(f'<p class="lead">{text(line)}</p>' for line in headline(modes) if line)
-    return f'<h1>{text(_title(run))}</h1>{lead}<dl class="facts">{pairs}</dl>{shown}'
+    title = text(_title(run)).replace("EAGLE-3", '<span class="word">EAGLE-3</span>')
+    return f'<h1>{title}</h1>{lead}<dl class="facts">{pairs}</dl>{shown}'
 
 
 def _asked(report: dict[str, Any]) -> str:
     places = {(row["id"], row["turn"]) for row in report["outputs"]}
     prompts = len({place[0] for place in places})
+    if not prompts:
+        return ""
     settings = report["run"].get("settings", {})
     parts = [f"{len(places)} to {prompts} prompt{'' if prompts == 1 else 's'}"]
     if most := settings.get("max_new_tokens"):

@@ -64,7 +64,7 @@ def _speedup(modes: Modes, baseline: str, key: str, name: str) -> str:
 def _bar_figure(
     modes: Modes, title: str, said: str, key: str, digits: int = 2, unit: str = "", mark: float | None = None
 ) -> str:
-    rows = [_bar(k, mode, key, digits, unit) for k, mode in modes.items() if mode[key] is not None]
+    rows = [_bar(k, mode, key, digits, unit) for k, mode in modes.items() if mode[key]]
     if not rows:
         return ""
     if any(row.spread and row.spread[0] != row.spread[1] for row in rows):

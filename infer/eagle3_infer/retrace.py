@@ -12,7 +12,10 @@ from eagle3_infer.trace import Trace, trace
 CUT_SHORT = (
     "The run was interrupted: where a reply was not decoded once more, its rounds are shown without their trees."
 )
-ADAPTS = "Trees of {}: this pass learns anew what pays, so that they may differ from those that were timed."
+ADAPTS = (
+    "Trees of {}: this pass learns anew what pays, so that they may differ from those that were timed; scores of whole "
+    "paths are learned chances of acceptance."
+)
 
 # by mode, then by place in the list of turns
 Traces = dict[str, dict[int, Trace]]

@@ -148,9 +148,10 @@ def test_a_tree_by_hand(browser, page):
     labels = [node.get_attribute("aria-label") for node in nodes]
     assert "draft score 0.368 · whole path 0.333" in labels[4] and "accepted at level 2" in labels[4]
     assert labels[3].endswith("refused: the target chose “\u2068␣مرحبا\u2069” here") and "🙂" in labels[6]
-    # columns are levels; a node stands beside its first child; no two share a place
+    # columns are levels; what was emitted is the top line; no two nodes share a place
     at = [(n.rect["x"], n.rect["y"]) for n in find(browser, ".node rect")]
-    assert at[1][0] == at[2][0] < at[3][0] == at[4][0] < at[6][0] and at[0][1] == at[1][1] == at[3][1]
+    assert at[1][0] == at[2][0] < at[3][0] == at[4][0] < at[6][0] and at[0][0] < at[1][0]
+    assert at[0][1] == at[1][1] == at[4][1] == at[6][1] < at[3][1] < at[2][1] == at[5][1]
     assert len(set(at)) == len(at)
 
 
@@ -178,7 +179,8 @@ def test_keys_reach_everything(browser, page):
         ("ARROW_RIGHT", "accepted at level 1"),
         ("ARROW_DOWN", "level 1"),
         ("ARROW_UP", "accepted at level 1"),
-        ("ARROW_RIGHT", "refused"),
+        ("ARROW_RIGHT", "accepted at level 2"),
+        ("ARROW_DOWN", "refused"),
         ("ARROW_LEFT", "accepted at level 1"),
         ("HOME", "root"),
     ):

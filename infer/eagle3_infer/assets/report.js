@@ -29,7 +29,11 @@
   const UNSEEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/g;
   const named = (text) => text.replace(UNSEEN, (c) => `[U+${c.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0")}]`);
   const inline = (text) => named(text).replace(/\n/g, "⏎").replace(/\t/g, "⇥").replace(/^ +| +$/g, (s) => "␣".repeat(s.length));
-  const word = (token) => inline(DATA.words[token] ?? "") || `#${token}`;
+  // parts of characters look alike, and so do tokens without text: their ids tell them apart
+  const word = (token) => {
+    const text = DATA.words[token] ?? "";
+    return /^\ufffd*$/.test(text) ? `${text}#${token}` : inline(text);
+  };
   const plural = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
 
   // drafts of a tree: what becomes of every row, and the token that the target chose in its place
@@ -237,13 +241,16 @@
         el("tbody", {}, ...body.map((row) => el("tr", {}, ...row.map((cell) => el("td", {}, String(cell)))))))));
   }
 
-  // drawing: a column per level; a leaf takes a line, a node stands on the line of its first child
+  // drawing: a column per level; a leaf takes a line, a node stands on the line of its first child. What was emitted is
+  // drawn before its siblings, so that it is the top line however large the tree is; the others follow by score
 
   const HEIGHT = 24, PITCH = 31, GAP = 34, TOP = 30, EDGE = 12;
 
   function place(nodes) {
     const children = nodes.map(() => []);
     nodes.forEach((node, at) => node.parent >= 0 && children[node.parent].push(at));
+    const emitted = (at) => nodes[at].fate === "taken" || nodes[at].fate === "own";
+    children.forEach((row) => row.sort((a, b) => emitted(b) - emitted(a)));
     let line = 0;
     // without recursion: a chain may be a thousand levels deep
     const stack = [0];
