@@ -15,7 +15,8 @@ from typing import Any
 from eagle3.errors import Eagle3Error, one_line
 from eagle3_infer.config import SamplingConfig
 from eagle3_infer.flags import build_parser
-from eagle3_infer.settings import EXIT_ERROR, EXIT_INTERRUPTED, RunSettings
+from eagle3_infer.settings import EXIT_ERROR, EXIT_INTERRUPTED, TUNE, RunSettings
+from eagle3_infer.tune_flags import parse_tune_settings
 
 
 def parse_settings(argv: Sequence[str]) -> RunSettings:
@@ -38,16 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             # a terminal that lacks a character shows a question mark, and does not end the run
             stream.reconfigure(errors="replace")
     try:
-        settings = parse_settings(argv)
-        _quieten()
-        with warnings_as_notes():
-            if settings.server is not None:
-                from eagle3_infer.server_run import run_server
-
-                return run_server(settings, argv)
-            from eagle3_infer.run import run
-
-            return run(settings, argv)
+        return _tune(argv[1:]) if argv[:1] == [TUNE] else _measure(argv)
     except Eagle3Error as error:
         print(one_line(error), file=sys.stderr)
         return EXIT_ERROR
@@ -61,6 +53,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def _measure(argv: Sequence[str]) -> int:
+    settings = parse_settings(argv)
+    _quieten()
+    with warnings_as_notes():
+        if settings.server is not None:
+            from eagle3_infer.server_run import run_server
+
+            return run_server(settings, argv)
+        from eagle3_infer.run import run
+
+        return run(settings, argv)
+
+
+def _tune(argv: Sequence[str]) -> int:
+    settings = parse_tune_settings(argv)
+    _quieten()
+    with warnings_as_notes():
+        from eagle3_infer.tune import tune
+
+        return tune(settings, argv)
 
 
 @contextmanager
