@@ -12,6 +12,8 @@ DPI = 110
 # Okabe and Ito: told apart by all eyes
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555", "#000000")
 MARKS = "osD^vP*X"
+TAU = "tau (tokens per round)"
+Namer = Callable[[Record], str]
 
 
 def draw(sweep: Sweep, records: Sequence[Record], path: Path) -> bool:
@@ -27,81 +29,83 @@ def draw(sweep: Sweep, records: Sequence[Record], path: Path) -> bool:
     elif "x" in sweep.plot:
         _draw_lines(figure, measured, sweep.plot)
     else:
-        _draw_dots(figure.subplots(), measured, label)
-        figure.set_size_inches(6, 1 + 0.3 * len({label(r) for r in measured}))
+        names = list(dict.fromkeys(map(label, measured)))
+        _draw_dots(figure.subplots(), measured, names, label)
+        figure.set_size_inches(6, 1 + 0.3 * len(names))
     figure.suptitle(sweep.question, fontsize=10)
     figure.savefig(path, dpi=DPI, metadata={"Software": None})
     return True
 
 
 def _draw_training(figure: Any, records: Sequence[Record]) -> None:
-    """tau by variant and mode; beside it held-out alpha by step."""
+    """tau by variant, a panel per mode; beside it held-out alpha by step, in the variants' colours."""
     variants = _values(records, "variant")
-    figure.set_size_inches(9, 1.6 + 0.42 * len(variants))
-    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
-    _draw_dots(left, records, lambda r: r["variant"])
-    for i, variant in enumerate(variants):
-        rows = [r for r in records if r["variant"] == variant]
-        steps = [k for k in range(99) if f"train.alpha.{k}" in rows[0]]
-        values = [[r[f"train.alpha.{k}"] for r in rows if f"train.alpha.{k}" in r] for k in steps]
-        colour, mark = COLOURS[i % len(COLOURS)], MARKS[i % len(MARKS)]
-        right.plot(steps, [mean(v) for v in values], color=colour, marker=mark, ms=4, lw=1.2, label=variant)
-        right.fill_between(steps, [min(v) for v in values], [max(v) for v in values], color=colour, alpha=0.15, lw=0)
-    right.set_xlabel("TTT step")
-    right.set_ylabel("held-out alpha")
-    right.xaxis.get_major_locator().set_params(integer=True)
-    right.legend(fontsize=7)
-    right.grid(alpha=0.3)
-
-
-def _draw_dots(axes: Any, records: Sequence[Record], name: Callable[[Record], str]) -> None:
-    """A line per name, a colour per mode: seeds as dots, their mean as a bar."""
-    names = list(dict.fromkeys(map(name, records)))
     modes = list(dict.fromkeys((r["mode"], r["temperature"]) for r in records))
     several = len({temperature for _, temperature in modes}) > 1
-    for m, (mode, temperature) in enumerate(modes):
-        colour, shift = COLOURS[m % len(COLOURS)], 0.5 * ((m + 0.5) / len(modes) - 0.5)
-        for y, one in enumerate(names):
-            found = [r for r in records if (name(r), r["mode"], r["temperature"]) == (one, mode, temperature)]
-            if not found:
-                continue
-            values = [r["tau"] for r in found]
-            shown = f"{mode} T={temperature:g}" if several else mode
-            axes.plot(values, [y + shift] * len(values), ".", color=colour, ms=7, alpha=0.6, label=None)
-            axes.plot(mean(values), y + shift, "|", color=colour, ms=13, mew=2.5, label=shown if y == 0 else None)
+    figure.set_size_inches(2.6 + 2.4 * (len(modes) + 1), 1.5 + 0.4 * len(variants))
+    *panels, last = figure.subplots(1, len(modes) + 1)
+    for axes, (mode, temperature) in zip(panels, modes, strict=True):
+        _draw_dots(axes, [r for r in records if (r["mode"], r["temperature"]) == (mode, temperature)], variants)
+        axes.set_title(f"{mode} T={temperature:g}" if several else mode, fontsize=9)
+        if axes is not panels[0]:
+            axes.set_yticklabels([])
+    for i, variant in enumerate(variants):
+        _draw_alpha(last, [r for r in records if r["variant"] == variant], i)
+    last.set_title("held-out alpha", fontsize=9)
+    last.set_xlabel("TTT step")
+    last.xaxis.get_major_locator().set_params(integer=True)
+    last.grid(alpha=0.3)
+
+
+def _draw_alpha(axes: Any, rows: Sequence[Record], place: int) -> None:
+    """A variant's line, between its seeds' lowest and highest."""
+    values: list[list[float]] = []
+    while found := [r[name] for r in rows if (name := f"train.alpha.{len(values)}") in r]:
+        values.append(found)
+    steps, look = range(len(values)), _look(place)
+    axes.plot(steps, [mean(v) for v in values], ms=4, lw=1.2, **look)
+    axes.fill_between(steps, [min(v) for v in values], [max(v) for v in values], color=look["color"], alpha=0.15, lw=0)
+
+
+def _draw_dots(axes: Any, records: Sequence[Record], names: Sequence[str], key: Namer = lambda r: r["variant"]) -> None:
+    """A row per name: seeds as dots, their mean as a bar."""
+    for y, name in enumerate(names):
+        values = [r["tau"] for r in records if key(r) == name]
+        if values:
+            axes.plot(values, [y] * len(values), ".", color=_look(y)["color"], ms=8, alpha=0.5)
+            axes.plot(mean(values), y, "|", color=_look(y)["color"], ms=16, mew=2.5)
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.set_xlabel("tau (tokens per round)")
+    axes.set_xlabel(TAU)
     axes.grid(axis="x", alpha=0.3)
-    if len(modes) > 1:
-        axes.legend(fontsize=8)
 
 
 def _draw_lines(figure: Any, records: Sequence[Record], axes_of: dict[str, Any]) -> None:
     """tau over `x`, a line per value of `line`, a panel per value of `panel`."""
+    x, line_of, panel_of = axes_of["x"], axes_of.get("line", []), axes_of.get("panel", [])
     drafted = [r for r in records if "depth" in r]
-    panels = _values(drafted, axes_of.get("panel", []))
-    figure.set_size_inches(1.5 + 3 * len(panels), 3.4)
+    panels, lines = _values(drafted, panel_of), _values(drafted, line_of)
+    figure.set_size_inches(2.4 + 3.2 * len(panels), 3.6)
     row = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-    lines = _values(drafted, axes_of.get("line", []))
     for axes, panel in zip(row, panels, strict=True):
-        inside = [r for r in drafted if _value(r, axes_of.get("panel", [])) == panel]
         for i, line in enumerate(lines):
-            rows = [r for r in inside if _value(r, axes_of.get("line", [])) == line]
             points: dict[Any, list[float]] = {}
-            for record in sorted(rows, key=lambda r: r[axes_of["x"]]):
-                points.setdefault(record[axes_of["x"]], []).append(record["tau"])
-            if not points:
-                continue
-            colour, mark = COLOURS[i % len(COLOURS)], MARKS[i % len(MARKS)]
-            axes.plot(list(points), [mean(v) for v in points.values()], color=colour, marker=mark, ms=4, label=line)
-            dots = [(x, y) for x, values in points.items() for y in values]
-            axes.plot(*zip(*dots, strict=True), ".", color=colour, ms=3, alpha=0.5)
-        axes.set_title(_titled(axes_of.get("panel", []), panel), fontsize=9)
-        axes.set_xlabel(axes_of["x"])
+            for record in sorted(drafted, key=lambda r: r[x]):
+                if (_value(record, panel_of), _value(record, line_of)) == (panel, line):
+                    points.setdefault(record[x], []).append(record["tau"])
+            axes.plot(list(points), [mean(v) for v in points.values()], ms=4, label=line, **_look(i))
+            dots = [(at, tau) for at, values in points.items() for tau in values]
+            axes.plot([at for at, _ in dots], [tau for _, tau in dots], ".", ms=3, alpha=0.5, color=_look(i)["color"])
+        axes.set_title(panel, fontsize=9)
+        axes.set_xlabel(x)
         axes.grid(alpha=0.3)
-    row[0].set_ylabel("tau (tokens per round)")
-    row[-1].legend(fontsize=7, title=_titled(axes_of.get("line", []), ""), title_fontsize=7)
+    row[0].set_ylabel(TAU)
+    handles, labels = row[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", fontsize=8, title=_named(line_of), title_fontsize=8)
+
+
+def _look(place: int) -> dict[str, str]:
+    return {"color": COLOURS[place % len(COLOURS)], "marker": MARKS[place % len(MARKS)]}
 
 
 def _values(records: Sequence[Record], names: Any) -> list[str]:
@@ -112,6 +116,5 @@ def _value(record: Record, names: Any) -> str:
     return ", ".join(str(record.get(name)) for name in ([names] if isinstance(names, str) else names))
 
 
-def _titled(names: Any, value: str) -> str:
-    title = names if isinstance(names, str) else ", ".join(names)
-    return f"{title} {value}".strip()
+def _named(names: Any) -> str:
+    return names if isinstance(names, str) else ", ".join(names)

@@ -89,6 +89,11 @@ def _mode(key: str, mode: Record) -> Record:
     """The figures of a mode that tables and plots show."""
     settings = {k: mode["settings"][k] for k in ("depth", "top_k", "nodes", "rule", "draft_noise") if mode["settings"]}
     settings["kind"] = key.partition("[")[0]
+    if settings.get("top_k", 1) > 1:
+        # a line of a plot over nodes
+        settings["shape"] = f"{settings['kind']} d{settings['depth']}k{settings['top_k']}"
+    else:
+        settings["shape"] = settings["kind"]
     figures = ("tau", "tau_prompt_mean", "tokens", "rounds", "nodes_per_round", "utilisation", "tokens_per_second")
     speeds = {k: mode[k] for k in ("speedup_vs_plain", "speedup_vs_hf")}
     rates = [n / mode["rounds"] for n in mode["accepted_by_level"]] if mode["rounds"] else []
