@@ -1,7 +1,8 @@
 """What the loader of a serving engine reads of a head, and what of a head it would not read as it is meant.
 
-The engines' loaders are lax: an option, a tensor or a numbering that they do not know costs acceptance, never a line
-in the log. So whatever is not known to be read is refused here. Knows no files; one file per engine fills this in.
+The engines' loaders are lax: an option or a numbering that they do not know, a tensor that is not there, cost
+acceptance, mostly without a line in the log. So whatever is not known to be read is refused here. Knows no files; one
+file per engine fills this in.
 """
 
 from collections.abc import Callable, Mapping
@@ -95,8 +96,8 @@ class ServingFormat:
         """Raise CheckpointError naming all of the head that the engine would not read as it is meant."""
         if unread := [*self._unread_options(config), *self._unread_rope(config), *self._unread_sizes(config)]:
             raise CheckpointError(
-                f"{self.engine} would load this head and draft with another one, of low acceptance, as it does not "
-                f"read {'; '.join(unread)}. Train a head without that (recipes/base), or run this one with eagle3-infer"
+                f"{self.engine} does not read {'; '.join(unread)}: it would refuse the head, or draft with another one, "
+                "of low acceptance. Train a head without that (recipes/base), or run this one with eagle3-infer"
             )
 
     def _unread_options(self, config: HeadConfig) -> list[str]:
