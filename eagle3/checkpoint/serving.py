@@ -96,8 +96,8 @@ class ServingFormat:
         """Raise CheckpointError naming all of the head that the engine would not read as it is meant."""
         if unread := [*self._unread_options(config), *self._unread_rope(config), *self._unread_sizes(config)]:
             raise CheckpointError(
-                f"{self.engine} does not read {'; '.join(unread)}: it would refuse the head, or draft with another one, "
-                "of low acceptance. Train a head without that (recipes/base), or run this one with eagle3-infer"
+                f"{self.engine} does not read {'; '.join(unread)}: it would refuse the head, or draft with another, of "
+                "low acceptance. Train a head without that (recipes/base), or run this one with eagle3-infer"
             )
 
     def _unread_options(self, config: HeadConfig) -> list[str]:
