@@ -11,6 +11,7 @@ stopped goes on with the same command. A run that fails is told at the end, and 
 import argparse
 import json
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -49,8 +50,9 @@ def build_parser() -> Parser:
     add("--output", type=Path, default=Path("runs/ablations"), metavar="DIR", help="(default: %(default)s)")
     add("--budget", metavar="TEXT", help="of every training run: `200k tokens` or `5min` (default: the sweep's)")
     add("--seeds", metavar="LIST", help="(default: the sweep's)")
-    add("--only", type=_words, default=(), metavar="LIST", help="only these variants")
-    add("--jobs", type=int, default=1, metavar="N", help="runs at once (default: %(default)s)")
+    add("--only", action="append", default=[], metavar="VARIANT", help="only this variant; may be repeated")
+    add("--jobs", type=int, metavar="N", help="runs at once (default: 1, or the number of GPUs given)")
+    add("--gpus", type=_words, default=(), metavar="LIST", help="GPUs, which the jobs take in turn, such as 0,1,2,3")
     add("--threads", type=int, metavar="N", help="of every run (default: the cores, divided among the jobs)")
     add("--store", type=Path, metavar="DIR", help="keep the target's features there, for all runs of the same layers")
     add("--log-with", type=_words, default=(), metavar="LIST", help="trackers; the sweep is one group of runs there")
@@ -75,6 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_ERROR
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
 
 
 def _run(sweep: Sweep, options: Options, runs: Sequence[PlannedRun], jobs: Sequence[Job]) -> int:
@@ -83,7 +87,7 @@ def _run(sweep: Sweep, options: Options, runs: Sequence[PlannedRun], jobs: Seque
         note_settings(run)
     code = 0
     try:
-        Execution(jobs, options.jobs, tell=lambda text: print(text, flush=True)).run()
+        Execution(jobs, options.places, tell=lambda text: print(text, flush=True)).run()
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
     except SystemExit:
@@ -102,7 +106,7 @@ def _print_commands(jobs: Sequence[Job]) -> int:
         left = [stage for stage in job.stages if not stage.done()]
         print(f"# {job.name}{'' if left else ': done'}")
         for stage in left:
-            print(" ".join(_quoted(word) for word in stage.command))
+            print(shlex.join(stage.command))
     return 0
 
 
@@ -122,8 +126,9 @@ def _options(given: argparse.Namespace) -> Options:
         prompts=given.prompts,
         budget=None if given.budget is None else parse_budget(given.budget),
         seeds=seeds,
-        only=given.only,
-        jobs=given.jobs,
+        only=tuple(given.only),
+        jobs=given.jobs or len(given.gpus) or 1,
+        gpus=given.gpus,
         threads=given.threads,
         store=given.store,
         log_with=given.log_with,
@@ -136,12 +141,6 @@ def _threads(options: Options) -> int:
 
 def _words(text: str) -> tuple[str, ...]:
     return tuple(word.strip() for word in text.split(",") if word.strip())
-
-
-def _quoted(word: str) -> str:
-    import shlex
-
-    return shlex.quote(word)
 
 
 def _terminate(_number: int, _frame: object) -> NoReturn:

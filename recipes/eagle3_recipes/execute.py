@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -49,7 +49,8 @@ class Process(Protocol):
     def kill(self) -> None: ...
 
 
-Start = Callable[[Sequence[str], Path], Process]
+# command, log, what its environment adds
+Start = Callable[[Sequence[str], Path, Mapping[str, str]], Process]
 
 
 @dataclass
@@ -57,13 +58,15 @@ class _Running:
     job: Job
     stage: Stage
     process: Process
+    place: Mapping[str, str]
     began: float
 
 
 class Execution:
-    """Jobs, `at_once` of them at a time.
+    """Jobs, as many at a time as there are places.
 
     Args:
+        places: what the environment of the jobs there adds (such as a GPU of its own).
         start: starts a command whose output goes to a log.
         tell: what is said on the way.
         pause: seconds between looks at the children.
@@ -72,12 +75,13 @@ class Execution:
     def __init__(
         self,
         jobs: Iterable[Job],
-        at_once: int = 1,
+        places: Iterable[Mapping[str, str]] = ({},),
         start: Start | None = None,
         tell: Callable[[str], None] = print,
         pause: float = 0.2,
     ):
-        self.jobs, self.at_once, self.tell, self.pause = list(jobs), at_once, tell, pause
+        self.jobs, self.tell, self.pause = list(jobs), tell, pause
+        self._free = list(places)
         self._start = start or start_process
         self._running: list[_Running] = []
 
@@ -90,9 +94,9 @@ class Execution:
         waiting = list(self.jobs)
         try:
             while waiting or self._running:
-                while len(self._running) < self.at_once and (job := self._next(waiting)) is not None:
+                while self._free and (job := self._next(waiting)) is not None:
                     waiting.remove(job)
-                    self._go_on(job)
+                    self._go_on(job, self._free.pop(0))
                 self._look()
                 if self._running:
                     time.sleep(self.pause)
@@ -104,18 +108,19 @@ class Execution:
         taken = {one.job.folder for one in self._running}
         return next((job for job in waiting if job.folder not in taken), None)
 
-    def _go_on(self, job: Job) -> None:
-        """Start the job's next stage, or note that there is none."""
+    def _go_on(self, job: Job, place: Mapping[str, str]) -> None:
+        """Start the job's next stage, or note that there is none and give the place back."""
         for stage in job.stages:
             if not stage.done():
                 job.status = WAITING
-                self.tell(f"{self._place(job)} {job.name}: {stage.name} -> {stage.log}")
-                process = self._start(stage.command, stage.log)
-                self._running.append(_Running(job, stage, process, time.monotonic()))
+                self.tell(f"{self._count(job)} {job.name}: {stage.name} -> {stage.log}")
+                process = self._start(stage.command, stage.log, place)
+                self._running.append(_Running(job, stage, process, place, time.monotonic()))
                 return
         if not job.seconds:
-            self.tell(f"{self._place(job)} {job.name}: done before")
+            self.tell(f"{self._count(job)} {job.name}: done before")
         job.status = DONE
+        self._free.append(place)
 
     def _look(self) -> None:
         for one in list(self._running):
@@ -129,14 +134,15 @@ class Execution:
         if code == 0:
             stage.after()
         if code == 0 and stage.done():
-            self._go_on(job)
+            self._go_on(job, one.place)
             return
         job.status = FAILED
+        self._free.append(one.place)
         what = f"ended with code {code}" if code else "ended well, and left no result"
         job.failure = f"{stage.name} {what}; the end of {stage.log}:\n{tail(stage.log)}"
-        self.tell(f"{self._place(job)} {job.name}: {stage.name} {what}")
+        self.tell(f"{self._count(job)} {job.name}: {stage.name} {what}")
 
-    def _place(self, job: Job) -> str:
+    def _count(self, job: Job) -> str:
         return f"[{self.jobs.index(job) + 1}/{len(self.jobs)}]"
 
     def _stop(self) -> None:
@@ -154,7 +160,7 @@ class Execution:
                     one.process.kill()
 
 
-def start_process(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+def start_process(command: Sequence[str], log: Path, place: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Start a command; its output is appended to the log, after the command itself."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as file:
@@ -166,7 +172,7 @@ def start_process(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
             stdout=file,
             stderr=subprocess.STDOUT,
             process_group=0,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **place},
         )
 
 

@@ -43,9 +43,15 @@ class Options:
     seeds: tuple[int, ...] = ()
     only: tuple[str, ...] = ()
     jobs: int = 1
+    gpus: tuple[str, ...] = ()
     threads: int | None = None
     store: Path | None = None
     log_with: tuple[str, ...] = ()
+
+    @property
+    def places(self) -> list[dict[str, str]]:
+        """What the environment of each job at once adds: the GPUs in turn."""
+        return [{"CUDA_VISIBLE_DEVICES": self.gpus[i % len(self.gpus)]} if self.gpus else {} for i in range(self.jobs)]
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ class FakeRunner:
         self.commands = []
         self.fail = lambda command: None
 
-    def __call__(self, command, log):
+    def __call__(self, command, log, place):
         self.commands.append(list(command))
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("a") as file:

@@ -26,14 +26,15 @@ class Clock:
     """Starts jobs that end after a number of looks; notes how many ran at once."""
 
     def __init__(self, looks=1):
-        self.looks, self.running, self.most, self.started = looks, [], 0, []
+        self.looks, self.running, self.most, self.started, self.places = looks, [], 0, [], []
 
-    def __call__(self, command, log):
+    def __call__(self, command, log, place):
         log.parent.mkdir(parents=True, exist_ok=True)
         name, code, file = command
         process = FakeProcess(None)
         self.running.append(process)
         self.started.append(name)
+        self.places.append(place)
         self.most = max(self.most, sum(p.code is None for p in self.running))
         looks = iter(range(self.looks))
 
@@ -50,7 +51,8 @@ class Clock:
 
 def execute(jobs, start, at_once=1):
     said = []
-    Execution(jobs, at_once, start, said.append, pause=0).run()
+    places = [{"place": str(i)} for i in range(at_once)]
+    Execution(jobs, places, start, said.append, pause=0).run()
     return said
 
 
@@ -95,6 +97,8 @@ def test_so_many_at_once(tmp_path, at_once):
     start = Clock(looks=3)
     execute(jobs, start, at_once)
     assert start.most == at_once
+    # each process had a place to itself, and all places were used
+    assert {place["place"] for place in start.places} == {str(i) for i in range(at_once)}
     assert all(one.status == DONE for one in jobs)
 
 
@@ -125,8 +129,8 @@ def test_interrupted_children_end_cleanly(tmp_path):
     second = Job("b", tmp_path / "b", [Stage("train", ["never"], log, lambda: False)])
     children: list[subprocess.Popen] = []
 
-    def start(command, path):
-        children.append(start_process(command, path))
+    def start(command, path, place):
+        children.append(start_process(command, path, place))
         return children[-1]
 
     def interrupt():

@@ -137,6 +137,16 @@ def test_wrong_words_are_one_line(sweep, capsys, words, message):
     assert error.count("\n") == 1
 
 
+def test_jobs_take_gpus_in_turn(sweep, runner, monkeypatch):
+    places = []
+    start = runner.__call__
+    monkeypatch.setattr(
+        "eagle3_recipes.execute.start_process", lambda c, log, place: places.append(place) or start(c, log, place)
+    )
+    assert run(sweep, "--gpus", "2,3", "--only", "usual", "--only", "more steps") == 0
+    assert {place["CUDA_VISIBLE_DEVICES"] for place in places} == {"2", "3"}
+
+
 def test_no_sweep_of_that_name(tmp_path, capsys):
     assert main([str(tmp_path / "nothing")]) == 2
     assert "nothing.yaml' does not exist" in capsys.readouterr().err
