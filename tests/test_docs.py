@@ -16,12 +16,14 @@ import pytest
 import torch
 import yaml
 
+from eagle3.checkpoint.export import ENGINES
 from eagle3.checkpoint.reference import save_head
 from eagle3.config import field_names, load_config
 from eagle3.target import Target
 from eagle3_infer.flags import build_parser
 from eagle3_infer.models import random_head
 from eagle3_infer.prompts import parse_prompt
+from eagle3_infer.tune_flags import build_tune_parser
 from eagle3_train.chats import parse_chat
 from eagle3_train.config import TrainConfig
 from eagle3_train.regenerate_config import RegenerateConfig
@@ -87,8 +89,9 @@ def at_work(workshop, monkeypatch):
     """In the workshop, without what an earlier block made."""
     for made in ("runs", "features", "exported", "charts"):
         shutil.rmtree(workshop / made, ignore_errors=True)
-    for made in (*workshop.glob("replies*"), *workshop.glob("selfgen*"), *workshop.glob("report*")):
-        made.unlink()
+    for pattern in ("replies*", "selfgen*", "report*", "tuned*"):
+        for made in workshop.glob(pattern):
+            made.unlink()
     # the head that the Python blocks load by name
     shutil.copytree(workshop / "HEAD", workshop / "runs/qwen3/best")
     monkeypatch.chdir(workshop)
@@ -189,8 +192,19 @@ def test_every_flag_and_setting_is_on_a_page():
     """Catches: one that is new, and that nobody reads of."""
     text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
     words = set(re.findall(r"(?<![\w.-])[\w.-]*\w", text))
-    names = {*build_parser()._option_string_actions, *field_names(TrainConfig)} - {"-h", "--help"}
+    parsers = build_parser(), build_tune_parser()
+    flags = {flag for parser in parsers for flag in parser._option_string_actions} - {"-h", "--help"}
+    names = flags | field_names(TrainConfig)
     assert not sorted(name for name in names if not {name, f"--{name}"} & words)
+
+
+def test_engines_read_what_the_page_says():
+    """Catches: an option of a head that an engine reads, or no longer, under a table that says otherwise."""
+    page = ROOT / "docs/checkpoints.md"
+    told = {
+        cells[0].split(" (")[0]: set(re.findall(r"`head\.(\w+)`", cells[2])) for cells in table_rows(page, "engine")
+    }
+    assert told == {form.engine.split(" (")[0]: set(form.options) for form in ENGINES.values()}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -268,7 +282,7 @@ def known_flags():
     from accelerate.commands.launch import launch_command_parser
     from torch.distributed.run import get_args_parser
 
-    parsers = build_parser(), launch_command_parser(), get_args_parser()
+    parsers = build_parser(), build_tune_parser(), launch_command_parser(), get_args_parser()
     flags = {flag for parser in parsers for flag in parser._option_string_actions} | {"--config", *FOREIGN}
     flags |= {f"--{name}" for config in (TrainConfig, RegenerateConfig) for name in field_names(config)}
     scripts = [path for folder in ("train", "kernels", "recipes") for path in (ROOT / folder).glob("*.py")]

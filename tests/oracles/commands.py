@@ -20,6 +20,7 @@ import pytest
 
 import eagle3.config
 from eagle3_infer import cli
+from eagle3_infer.tune_flags import parse_tune_settings
 from oracles.pages import ROOT
 
 
@@ -27,18 +28,17 @@ def _flags(settings: dict[str, Any]) -> list[str]:
     return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
 
 
-TINY_RUN = [
-    "--target",
-    "MODEL",
-    "--draft",
-    "HEAD",
-    "--prompts",
-    "prompts.jsonl",
-    "--limit",
-    "1",
-    "--max-new-tokens",
-    "6",
-]
+TINY_RUN = _flags(
+    {
+        "target": "MODEL",
+        "draft": "HEAD",
+        "prompts": "prompts.jsonl",
+        "limit": 1,
+        "max-new-tokens": 6,
+        "threads": 1,
+    }
+)
+TINY_SEARCH = _flags({"tree-depth": 2, "tree-top-k": 2, "tree-nodes": 4, "finalists": 1, "repeats": 1})
 TINY_TRAINING = {
     "target": "MODEL",
     "output": "runs/tiny",
@@ -88,10 +88,12 @@ def perform(command: str, parse_only: bool = False) -> None:
 
 
 def _infer(argv: list[str], parse_only: bool) -> None:
+    tunes = argv[:1] == ["tune"]
     if parse_only:
-        cli.parse_settings(argv)
+        parse_tune_settings(argv[1:]) if tunes else cli.parse_settings(argv)
     else:
-        assert cli.main([*TINY_RUN, *argv]) == 0
+        tiny = ["tune", *TINY_RUN, *argv[1:], *TINY_SEARCH] if tunes else [*TINY_RUN, *argv]
+        assert cli.main(tiny) == 0
 
 
 def _python(words: list[str], parse_only: bool) -> None:
