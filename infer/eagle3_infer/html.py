@@ -29,6 +29,11 @@ from eagle3_infer.table import (
 NOTHING = "Nothing was measured: the run ended before any mode had finished a reply."
 PARTIAL = "This run was interrupted. The figures cover what was finished; speedups compare the replies that both ran."
 
+LEGEND = (
+    "Every token by how it came: from the prefill, as an accepted draft of some level, or as the target's own at the "
+    "end of a round. Choose a round to see the tree that it verified."
+)
+
 
 def write_html(report: dict[str, Any], told: Told, path: Path) -> None:
     """Write under a temporary name beside `path`, then rename."""
@@ -189,17 +194,12 @@ def _cut(prompt: str, most: int = 3000) -> str:
 
 
 def _replies(told: Told) -> str:
-    """What the script fills in."""
+    """What the script fills in; notes alone where there is nothing to look at."""
+    notes = "".join(f"<p>{text(note)}</p>" for note in told.notes)
     if not told.replies:
-        return ""
-    said = [
-        "Every token by how it came: from the prefill, as an accepted draft of some level, or as the target's own at "
-        "the end of a round. Choose a round to see the tree that it verified.",
-        *told.notes,
-    ]
-    notes = "".join(f"<p>{text(note)}</p>" for note in said)
+        return _section("Replies", notes)
     off = "<noscript><p>The replies are drawn by the script in this file, which is switched off.</p></noscript>"
-    return _section("Replies", f'{notes}{off}<div id="viewer"></div>')
+    return _section("Replies", f'<p>{text(LEGEND)}</p>{notes}{off}<div id="viewer"></div>')
 
 
 def _data(data: dict[str, Any]) -> str:

@@ -91,6 +91,7 @@ def test_a_report_without_replies_or_run():
     report = report_of(drafting_modes()) | {"run": {"argv": []}}
     page = Page(render_html(report, Told()))
     assert "replies" not in page.sections and "summary" in page.sections
+    assert "a server" in Page(render_html(report, Told(notes=["a server"]))).sections["replies"]
 
 
 def test_nothing_becomes_markup():

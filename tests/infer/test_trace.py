@@ -7,6 +7,7 @@ import pytest
 from eagle3_infer.config import EngineConfig, RuleConfig, SamplingConfig, TreeConfig
 from eagle3_infer.engine import Engine, Request
 from eagle3_infer.trace import TracedTree, trace
+from oracles.invariants import whimsical
 from oracles.overfit import overfit
 
 pytestmark = pytest.mark.filterwarnings("ignore:only .* distinct tokens")
@@ -37,13 +38,14 @@ def accepted_by_level(rounds):
     return [sum(len(r.path) > level for r in rounds) for level in range(deepest)]
 
 
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("slots", [1, 3])
-def test_rounds_are_the_engines_own(tree, slots):
-    """Trees of another request, of the round before or after; trees that differ from round to round."""
-    asked = requests(5)
+@pytest.mark.parametrize("tree, slots", [("chain", 1), ("tree", 3), ("wide", 2), ("auto", 1), ("auto", 3)])
+def test_rounds_are_the_engines_own(tree, slots, monkeypatch):
+    """Trees of another request, of the round before or after; trees that differ from round to round, and none."""
+    if tree == "auto":
+        whimsical(monkeypatch)
+    asked = requests(4)
     traced = dict(trace(engine(TREES[tree], slots=slots), asked))
-    assert sorted(traced) == list(range(5))
+    assert sorted(traced) == list(range(4))
     for number, (result, rounds) in ((n, (t.result, t.rounds)) for n, t in traced.items()):
         alone = engine(TREES[tree]).generate_one(asked[number])
         assert result.token_ids == alone.token_ids
@@ -85,7 +87,7 @@ def test_a_reply_that_ends_within_the_accepted_drafts():
     asked = replace(requests(1)[0], max_new_tokens=64)
     ends = {token: position for position, token in reversed(list(enumerate(known.replies[0])))}
     cut = 0
-    for token in (t for t, position in ends.items() if 0 < position < 40):
+    for token in [t for t, position in ends.items() if 0 < position < 40][:8]:
         ((_, reply),) = trace(engine(TREES["chain"]), [replace(asked, eos_ids=(token,))])
         last = reply.rounds[-1]
         assert last.emitted[-1] == token and len(last.path) <= len(last.emitted)
