@@ -106,7 +106,13 @@ def summarise_server(repeats: Sequence[Repeat], server: dict[str, Any]) -> dict[
         "accepted_by_level": counted.accepted_by_position,
         "nodes_per_round": _ratio(counted.offered, counted.rounds),
         "utilisation": _ratio(counted.accepted, counted.offered),
-        "by_category": _by_category(shown),
+        "by_category": _by(shown, [answer.prompt.category for answer in answers]),
+        # no speedups: nothing was measured beside the server
+        "by_set": {
+            name: group | {"speedup_vs_plain": None, "speedup_vs_hf": None}
+            for name, group in _by(shown, [answer.prompt.prompt_set for answer in answers]).items()
+            if name
+        },
         "server": server | _told(shown),
     }
 
@@ -134,10 +140,11 @@ def spread(values: Sequence[float]) -> dict[str, float] | None:
     return {"median": median(values), "p90": p90, "max": max(values)}
 
 
-def _by_category(repeat: Repeat) -> dict[str, dict[str, Any]]:
+def _by(repeat: Repeat, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Figures of the answers by their names, which are in the same order."""
     groups: dict[str, list[Answer]] = {}
-    for answer in repeat.answers:
-        groups.setdefault(answer.prompt.category, []).append(answer)
+    for name, answer in zip(names, repeat.answers, strict=True):
+        groups.setdefault(name, []).append(answer)
     return {
         # rounds are counted for all requests together
         name: {"tokens": token_count(group), "rounds": None, "tau": None, "tokens_per_second": repeat.rate(group)}

@@ -9,7 +9,10 @@ from typing import Any
 
 import eagle3
 from eagle3_infer.endpoint import Endpoint
+from eagle3_infer.html import write_html
+from eagle3_infer.plots import check_matplotlib, write_charts
 from eagle3_infer.prompt_sets import load_sets, sets_told
+from eagle3_infer.replies import Told
 from eagle3_infer.report import write_json
 from eagle3_infer.run import Progress, how_drawn
 from eagle3_infer.server import ServerBench
@@ -25,6 +28,8 @@ def run_server(settings: RunSettings, argv: Sequence[str]) -> int:
         ConfigError: no model, or a setting that servers do not take.
         ServerError: the server does not answer.
     """
+    if settings.plot is not None:
+        check_matplotlib()
     prompts = load_sets(settings.prompts, settings.limit, settings.max_turns)
     endpoint = Endpoint(settings.server or "")
     model = settings.server_model or endpoint.model()
@@ -52,6 +57,11 @@ def conclude(settings: RunSettings, report: dict[str, Any], bench: ServerBench) 
     if settings.json is not None:
         write_json(report, Path(settings.json))
         print(f"report: {settings.json}")
+    if settings.plot is not None:
+        print(f"charts: {', '.join(map(str, write_charts(report, Path(settings.plot)))) or 'nothing to draw'}")
+    if settings.html is not None:
+        write_html(report, Told(), Path(settings.html))
+        print(f"page: {settings.html}")
     if bench.interrupted:
         print("interrupted: the figures above cover what was finished", file=sys.stderr)
         return EXIT_INTERRUPTED

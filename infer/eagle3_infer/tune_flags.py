@@ -26,17 +26,7 @@ LIMIT, MAX_TURNS, MAX_NEW_TOKENS, REPEATS = 16, 1, 48, 2
 MOST = TreeConfig(depth=6, top_k=8, nodes=64)
 FINALISTS = 3
 # of no concern to whoever uses the answer
-_OWN = (
-    "limit",
-    "max_turns",
-    "max_new_tokens",
-    "repeats",
-    "json",
-    "finalists",
-    "tree_depth",
-    "tree_top_k",
-    "tree_nodes",
-)
+_OWN = ("limit", "max_turns", "repeats", "json", "finalists", "tree_depth", "tree_top_k", "tree_nodes")
 
 
 @dataclass(frozen=True)

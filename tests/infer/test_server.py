@@ -207,6 +207,30 @@ def test_what_the_server_is_asked(stub, measure):
         assert not body.keys() & {"min_p", "repetition_penalty", "top_p", "logit_bias"}
 
 
+def test_page_and_charts(stub, measure, tmp_path):
+    """Of a report in which only the server's own figures are known."""
+    pytest.importorskip("matplotlib")
+    page, charts = tmp_path / "page.html", tmp_path / "charts"
+    code, _, printed = measure("--html", str(page), "--plot", str(charts))
+    assert code == 0, printed.err
+    text = page.read_text(encoding="utf-8")
+    assert "server" in text
+    assert "2.00" in text
+    assert [path.name for path in charts.glob("*tau*.png")], list(charts.iterdir())
+
+
+def test_sets_are_told_apart(stub, measure, prompts, tmp_path):
+    more = tmp_path / "more.jsonl"
+    more.write_text(json.dumps({"prompt": "x"}))
+    code, report, printed = measure("--prompts", f"{prompts},{more}")
+    assert code == 0
+    assert {name: group["tokens"] for name, group in report["modes"]["server"]["by_set"].items()} == {
+        "prompts": 15,
+        "more": 5,
+    }
+    assert "by set" in printed.out
+
+
 def test_key_and_path(stub, measure, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     stub.models = False
@@ -364,12 +388,12 @@ def test_interrupt_keeps_what_was_finished(stub, tmp_path):
     """^C while a reply streams: exit code 130, the replies before it in the report."""
     many, path = tmp_path / "many.jsonl", tmp_path / "report.json"
     many.write_text("\n".join(json.dumps({"prompt": f"{i}"}) for i in range(9)))
-    stub.delay = 0.1
+    stub.delay = 0.2
     command = [sys.executable, "-m", "eagle3_infer.cli", "--server", stub.url]
     process = subprocess.Popen(
         [*command, "--prompts", str(many), "--json", str(path)], stderr=subprocess.PIPE, stdout=subprocess.PIPE
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while len(stub.bodies) < 4 and time.monotonic() < deadline:
         time.sleep(0.02)
     time.sleep(0.05)
