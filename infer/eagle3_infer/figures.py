@@ -4,10 +4,11 @@ Marks are placed in per cent of a drawing that is as wide as its column, and wor
 scaled, and no label can lie on another, however narrow the page.
 """
 
-import re
 from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
+
+from eagle3_infer.unseen import name_unseen
 
 # series that have a colour and a marker of their own
 SERIES = 8
@@ -23,9 +24,6 @@ MARKERS = (
     "M-1.5,-5h3v3.5h3.5v3h-3.5v3.5h-3v-3.5h-3.5v-3h3.5z",
     "M-5,-2.5h10v5h-10z",
     "M-2.5,-5h5v10h-5z",
-)
-_UNSEEN = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
 )
 
 
@@ -63,7 +61,7 @@ class Line(NamedTuple):
 
 def text(value: object) -> str:
     """As HTML text or attribute; what has no glyph, or would turn the text around, is named."""
-    return escape(_UNSEEN.sub(lambda found: f"[U+{ord(found[0]):04X}]", str(value)))
+    return escape(name_unseen(str(value)))
 
 
 def bars(rows: Sequence[Bar], alt: str, mark: float | None = None) -> str:

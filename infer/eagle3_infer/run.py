@@ -3,8 +3,11 @@
 `bench.py` does the timing; this module decides the order of things and what is printed.
 """
 
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,7 @@ from eagle3_infer.report import Comparison, build_report, write_json
 from eagle3_infer.retrace import trace_replies
 from eagle3_infer.settings import EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, RunSettings
 from eagle3_infer.table import render_report
+from eagle3_infer.unseen import name_unseen
 from eagle3_kernels.dispatch import kernels, set_kernels, uses_triton
 
 SHOWN_CHARACTERS = 1200
@@ -56,10 +60,10 @@ def run(settings: RunSettings, argv: Sequence[str]) -> int:
     notes = settings.notes()
     print("\n".join([*header_lines(settings, target, head, prompts), *(f"note: {text}" for text in notes)]))
     bench.prepare()
-    print(first_prompt_lines(bench.first_text, has_template(target.tokenizer)), flush=True)
+    print(name_unseen(first_prompt_lines(bench.first_text, has_template(target.tokenizer))), flush=True)
     bench.run()
     for note in bench.notes:
-        print(f"note: {note}")
+        print(name_unseen(f"note: {note}"))
     bench.notes[:0] = notes
     return conclude(settings, argv, target, bench)
 
@@ -81,9 +85,39 @@ def choose_kernels(name: str | None, device: torch.device) -> None:
 
 def conclude(settings: RunSettings, argv: Sequence[str], target: Target, bench: Bench) -> int:
     """Compare, print the tables, write the report."""
-    comparison = compare(settings, target, bench)
-    report = build_report(describe_run(settings, argv, target, bench), bench.modes, comparison)
-    print("\n" + render_report(report))
+    with ignoring_ctrl_c() if bench.interrupted else nullcontext():
+        comparison = compare(settings, target, bench)
+        report = build_report(describe_run(settings, argv, target, bench), bench.modes, comparison)
+        print("\n" + name_unseen(render_report(report)))
+        write_outputs(settings, report, bench)
+    if bench.interrupted:
+        print("interrupted: the figures above cover what was finished", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    return EXIT_BUG if comparison.of_kind("bug") else EXIT_OK
+
+
+@contextmanager
+def ignoring_ctrl_c() -> Iterator[None]:
+    """So that pressing it twice does not lose what the first time kept; only the main thread hears it at all."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def write_outputs(settings: RunSettings, report: dict[str, Any], bench: Bench) -> None:
+    """Write the report in every form that was asked for; Ctrl-C ends that, and counts as the bench's."""
+    try:
+        _write_outputs(settings, report, bench)
+    except KeyboardInterrupt:
+        bench.interrupted = True
+
+
+def _write_outputs(settings: RunSettings, report: dict[str, Any], bench: Bench) -> None:
     if settings.json is not None:
         write_json(report, Path(settings.json))
         print(f"report: {settings.json}")
@@ -92,10 +126,6 @@ def conclude(settings: RunSettings, argv: Sequence[str], target: Target, bench: 
     if settings.html is not None:
         write_html(report, trace_replies(bench), Path(settings.html))
         print(f"page: {settings.html}")
-    if bench.interrupted:
-        print("interrupted: the figures above cover what was finished", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    return EXIT_BUG if comparison.of_kind("bug") else EXIT_OK
 
 
 def compare(settings: RunSettings, target: Target, bench: Bench) -> Comparison:
@@ -199,7 +229,7 @@ class Progress:
 
     def show(self, text: str) -> None:
         if self.shown:
-            sys.stderr.write(f"\r\033[K{text}")
+            sys.stderr.write(f"\r\033[K{name_unseen(text)}")
             sys.stderr.flush()
 
     def clear(self) -> None:

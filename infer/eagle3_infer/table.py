@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from eagle3_infer.config import MATCH, NO_NOISE
 from eagle3_infer.settings import HF, HF_ASSISTED, HF_PROMPT_LOOKUP, PLAIN
+from eagle3_infer.unseen import columns, name_unseen
 
 REST = ("tree_build", "accept", "relocate", "other")
 HEADER = ("mode", "shape", "tokens", "tau", "tok/s", "vs plain", "vs HF", "prefill", "draft", "verify", "rest")
@@ -233,16 +234,19 @@ def _divergence_line(row: dict[str, Any]) -> str:
 
 def align(rows: Sequence[Sequence[str]], left: int = 2) -> str:
     """Columns padded with blanks, the first `left` of them to the left; a rule under the header."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    rows = [[name_unseen(cell).replace("\n", " ").replace("\t", " ") for cell in row] for row in rows]
+    widths = [max(columns(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:
-        cells = [
-            cell.ljust(width) if i < left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
+        cells = [_padded(cell, width, i < left) for i, (cell, width) in enumerate(zip(row, widths, strict=True))]
         lines.append("  ".join(cells).rstrip())
-    lines.insert(1, "-" * max(map(len, lines)))
+    lines.insert(1, "-" * max(map(columns, lines)))
     return "\n".join(lines)
+
+
+def _padded(cell: str, width: int, left: bool) -> str:
+    blank = " " * (width - columns(cell))
+    return cell + blank if left else blank + cell
 
 
 def drafts(key: str, mode: dict[str, Any]) -> bool:
