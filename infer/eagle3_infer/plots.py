@@ -95,8 +95,12 @@ def tau_chart(modes: Sequence[Mode]) -> Figure | None:
     values = [mode.figures["tau"] for mode in modes]
     bars = axes.barh(range(len(modes)), values, 0.65, color=COLOURS[0], label="all rounds pooled")
     axes.bar_label(bars, [f"{value:.2f}" for value in values], label_type="center", color="white")
-    means = [mode.figures["tau_prompt_mean"] for mode in modes]
-    axes.plot(means, range(len(modes)), "D", color=COLOURS[1], markersize=4, label="mean over prompts")
+    # a server's counters know no prompts
+    known = [(at, mode.figures["tau_prompt_mean"]) for at, mode in enumerate(modes)]
+    known = [(at, mean) for at, mean in known if mean is not None]
+    if known:
+        means, places = [mean for _, mean in known], [at for at, _ in known]
+        axes.plot(means, places, "D", color=COLOURS[1], markersize=4, label="mean over prompts")
     axes.set_xlabel("tau: tokens per round")
     _legend_above(figure)
     return figure

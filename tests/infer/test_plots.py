@@ -82,6 +82,16 @@ def test_tau(report):
     assert titles == ["plain", "chain d2k1n2", "tree d2k2n4", "HF generate"]
 
 
+def test_a_server_knows_no_tau_of_a_prompt(report):
+    modes = modes_of(report)
+    modes[0].figures["tau_prompt_mean"] = None
+    figure = plots.tau_chart(modes)
+    assert figure is not None
+    (means,) = figure.axes[0].lines
+    assert np.asarray(means.get_xdata()).tolist() == [2.0, 3.0, 1.0]
+    assert np.asarray(means.get_ydata()).tolist() == [1, 2, 3]
+
+
 def test_speedup_and_its_spread(report):
     figure = plots.speedup_chart(modes_of(report))
     assert figure is not None
