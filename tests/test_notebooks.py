@@ -14,9 +14,9 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
 ROOT = Path(__file__).resolve().parents[1]
-NAMES = ("trace_a_tree",)
+NAMES = ("trace_a_tree", "what_ttt_does", "read_a_run", "shared_noise")
 OURS = {"eagle3", "eagle3_kernels", "eagle3_infer", "eagle3_train"}
-ALLOWED = OURS | {"json", "math", "matplotlib", "pathlib", "statistics", "torch", "transformers", "warnings"}
+ALLOWED = OURS | {"dataclasses", "json", "matplotlib", "pathlib", "torch", "transformers", "warnings"}
 # pictures are small: a notebook is read in a browser
 MOST_BYTES = 600_000
 
@@ -37,7 +37,7 @@ def execute(notebook, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     client = NotebookClient(
         notebook,
-        timeout=300,
+        timeout=600,
         kernel_name="python3",
         record_timing=False,
         coalesce_streams=True,
