@@ -135,8 +135,12 @@ def headline(modes: Modes) -> list[str]:
     ratios = [f"{ratio:.2f} times {name}'s" for name, ratio in baselines.items() if ratio is not None]
     rate = f"{best['tokens_per_second']:.1f} tokens per second" + (f", {' and '.join(ratios)}" if ratios else "")
     tau = f", and {best['tau']:.2f} tokens per round" if best["tau"] is not None else ""
-    slow = best["speedup_vs_plain"] is not None and best["speedup_vs_plain"] < 1
-    verdict = " No drafting mode beat plain decoding here." if slow else ""
+    slower = [name for name, ratio in baselines.items() if ratio is not None and ratio < 1]
+    verdict = (
+        f" Drafting did not pay here: {' and '.join(slower)} {'were' if len(slower) > 1 else 'was'} faster."
+        if slower
+        else ""
+    )
     return [f"Fastest draft: {mode_title(key, best)} with {rate}{tau}.{verdict}"]
 
 
