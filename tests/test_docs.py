@@ -49,12 +49,13 @@ SUBSTITUTIONS = {
 # command -> why its parsers read it and it is not run
 PARSED_ONLY = {
     r"^make ": "minutes: make reads its rules (make -n)",
-    r"^pip ": "installs: pip's own parser reads it, and the extras must exist",
+    r"\bpip (un)?install|-m venv": "installs: pip's own parser reads it, and the extras must exist",
     r"^torchrun|^srun|--num_processes|cpu2.yaml": "several processes: tests/train/test_parallel.py runs such",
     r"hub:": "a data set of the hub, which needs the network",
     r"bench_kernels.py --op": "needs a GPU",
     r"eagle3_kernels.testing": "a minute of compilation: tests/kernels/test_compile.py runs it",
     r"bench_ttt.py": "minutes of timing: tests/train/test_bench_ttt.py runs it with --tiny",
+    r"-m pytest": "another test, in its turn",
     r"--server": "a server: tests/infer/test_server.py has one",
     r"--log_with": "a tracker that is not everywhere: tests/train/test_trainer.py runs it",
 }

@@ -78,7 +78,7 @@ def perform(command: str, parse_only: bool = False) -> None:
         # a head that an earlier command of the page made
         if HEADS.fullmatch(word) and before in ("--draft", "--init_head") and not Path(word).exists():
             shutil.copytree("HEAD", word)
-    program, *rest = words
+    program, rest = Path(words[0]).name, words[1:]
     assert program in PROGRAMS, f"no entry says what to do with {program!r}: {command}"
     try:
         PROGRAMS[program](rest, parse_only)
@@ -105,7 +105,9 @@ def _python(words: list[str], parse_only: bool) -> None:
         if parse_only:
             _stop_behind_the_parser(patch)
         try:
-            if script == "-m":
+            if argv[:1] == ["pytest"]:
+                assert parse_only and all((ROOT / path).is_file() for path in argv[1:])
+            elif script == "-m":
                 assert importlib.import_module(argv[0]).main(argv[1:]) == 0
             else:
                 assert (ROOT / script).is_file(), f"{script} is no script here"
@@ -164,6 +166,8 @@ def _pip(words: list[str], parse_only: bool) -> None:
 
     assert parse_only, "nothing is installed"
     options, asked = create_command(words[0]).parse_args(words[1:])
+    if words[0] == "uninstall":
+        return
     assert all(Path(file).is_file() for file in options.constraints), words
     extras = re.findall(r"\[(.+?)\]", " ".join([*asked, *options.editables]))
     known = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
