@@ -258,10 +258,12 @@ def test_rules_that_draw_other_tokens_are_labelled_and_not_compared(base, tmp_pa
     assert [mode["lossy"] for mode in report["modes"].values()] == [False, False, False, True, False]
     assert report["modes"]["chain[rejection]"]["settings"]["rule"] == "rejection"
     assert not report["modes"]["chain[threshold]"]["settings"]["lossless"]
-    assert {row["mode"] for row in report["verify"]["not_compared"]} == {"chain[rejection]", "chain[threshold]"}
+    apart = {row["mode"] for row in report["verify"]["not_compared"]}
+    assert apart == {"chain[rejection]", "chain[threshold]", "hf_generate"}
     assert {(pair["mode"], pair["reference"]) for pair in report["verify"]["pairs"]} == {("chain", "plain")}
     assert "chain threshold LOSSY" in out and "LOSSY: chain[threshold]" in out
     assert "outputs: chain[rejection] not compared: a rule that draws other tokens, of the same law" in out
+    assert "outputs: HF generate not compared: transformers draws noise of its own" in out
 
 
 def test_shared_noise_emits_plains_tokens(base, capsys):

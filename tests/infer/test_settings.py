@@ -32,6 +32,9 @@ from eagle3_infer.settings import RunSettings
         (["--mode", "plain", "--tree-depth", "2"], ["--tree-depth"]),
         (["--logprobs"], ["--logprobs"]),
         (["--logprobs", "--json", "report.json"], []),
+        (["--assistant", "small"], ["--assistant"]),
+        (["--assistant", "small", "--hf", "generate,assisted"], []),
+        (["--server-model", "m", "--html-replies", "2"], ["--server-model", "--html-replies"]),
     ],
 )
 def test_flags_that_change_nothing_are_named(flags, named):
@@ -57,6 +60,23 @@ def test_tokens_that_hang_on_the_machines_speed_are_noted(flags, named):
     """Under a rule that is not pathwise the tree has a say in which tokens are drawn, and the clock in the tree."""
     notes = [text for text in parse_settings(flags).notes() if "seed" in text]
     assert [text.partition(" draw")[0] for text in notes] == ([] if named is None else [named])
+
+
+@pytest.mark.parametrize(
+    "hf, batch, noted",
+    [("generate", "4", False), ("generate,prompt_lookup", "1", False), ("generate,prompt_lookup", "4", True)],
+)
+def test_what_transformers_does_one_at_a_time_is_noted(hf, batch, noted):
+    notes = parse_settings(["--hf", hf, "--batch", batch]).notes()
+    assert ["--hf prompt_lookup: transformers drafts for one prompt at a time" in text for text in notes] == [
+        True
+    ] * noted
+
+
+def test_baselines_have_keys_of_their_own_and_an_order():
+    plans = parse_settings(["--hf", "assisted,generate,prompt_lookup", "--assistant", "small"]).hf_plans()
+    assert [plan.key for plan in plans] == ["hf_generate", "hf_prompt_lookup", "hf_assisted"]
+    assert parse_settings(["--hf", "none"]).hf_plans() == []
 
 
 @pytest.mark.parametrize("least, noted", [("13", True), ("12", False)])
