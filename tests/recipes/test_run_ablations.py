@@ -3,12 +3,14 @@
 import csv
 import json
 import runpy
+from contextlib import redirect_stderr, redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from oracles.sweeps import flags_of
+import eagle3_infer.cli
+from oracles.sweeps import FakeProcess, flags_of
 from oracles.tiny import tiny_chats, tiny_folder
 
 SCRIPT = Path(__file__).parents[2] / "recipes/run_ablations.py"
@@ -179,9 +181,20 @@ def test_pictures(sweep, runner, plot, monkeypatch):
     assert drawn != trained
 
 
-def test_for_real(tmp_path, monkeypatch, capsys):
+def in_this_process(command, log, _place):
+    """Trainer and eagle3-infer without the seconds that a process of their own takes to load."""
+    words = command[command.index("--config") if "--config" in command else command.index("--mode") :]
+    trainer = runpy.run_path(command[1])["main"] if command[1].endswith("train_draft.py") else eagle3_infer.cli.main
+    with log.open("w") as file, redirect_stdout(file), redirect_stderr(file):
+        return FakeProcess(trainer(words))
+
+
+@pytest.mark.parametrize("start", [in_this_process, pytest.param(None, marks=pytest.mark.full)])
+def test_for_real(tmp_path, monkeypatch, capsys, start):
     """Flags that trainer or eagle3-infer do not take; a report that has other keys."""
     monkeypatch.chdir(tmp_path)
+    if start is not None:
+        monkeypatch.setattr("eagle3_recipes.execute.start_process", start)
     tiny_folder(tmp_path / "target")
     tiny_chats(tmp_path / "chats.jsonl", tmp_path / "target")
     (tmp_path / "base.yaml").write_text(
