@@ -34,7 +34,9 @@ def test_commands(sweep):
 
 
 def test_a_budget_of_the_command_line_wins(sweep):
-    config = planned(sweep, budget=Budget(minutes=5))[0].training.config
+    training = planned(sweep, budget=Budget(minutes=5))[0].training
+    assert training is not None
+    config = training.config
     assert (config.max_steps, config.max_tokens, config.max_minutes) == (None, None, 5)
 
 
