@@ -106,7 +106,7 @@ def test_five_hundred_prompts(run):
 
 
 @pytest.mark.parametrize("batch", ["1", "4"])
-def test_ctrl_c_in_the_middle(run, monkeypatch, batch):
+def test_ctrl_c_in_the_middle(run, tmp_path, monkeypatch, batch):
     """A real SIGINT while the chain is at work: what was finished is written, compared and told. A second one, while
     that is done, changes nothing."""
     finished = []
@@ -124,7 +124,11 @@ def test_ctrl_c_in_the_middle(run, monkeypatch, batch):
     monkeypatch.setattr(run_module.Progress, "show", show)
     monkeypatch.setattr(run_module, "render_report", impatient)
     rows = [{"prompt": f"{i}"} for i in range(8)]
-    code, report, out, err = run(rows, "--max-new-tokens", "6", "--batch", batch)
+    page, charts = tmp_path / "page.html", tmp_path / "charts"
+    outputs = ("--html", str(page), "--plot", str(charts)) if batch == "1" else ()
+    code, report, out, err = run(rows, "--max-new-tokens", "6", "--batch", batch, *outputs)
+    if outputs:
+        assert "interrupted" in page.read_text() and list(charts.glob("*.png"))
     assert code == 130 and report["run"]["interrupted"]
     assert "interrupted: the figures above cover what was finished" in err
     assert list(report["modes"]) == ["plain", "chain"]
