@@ -28,8 +28,14 @@ class Identity:
     def digest(self) -> str:
         return blake2b(json.dumps(self.differing, sort_keys=True).encode(), digest_size=5).hexdigest()
 
-    def check(self, kept: Settings, folder: Path) -> None:
-        """Raises ConfigError where a run of this digest was made under other defaults."""
+    def check(self, folder: Path) -> None:
+        """Raises ConfigError where the run of this digest in a folder was made under other defaults."""
+        if not (file := folder / "settings.json").is_file():
+            return
+        try:
+            kept = dict(json.loads(file.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"{file} cannot be read ({error}); move {folder} away") from None
         changed = [k for k in self.full if k in kept and kept[k] != self.full[k]]
         if changed:
             told = ", ".join(f"{k} was {kept[k]!r}, is {self.full[k]!r}" for k in changed)

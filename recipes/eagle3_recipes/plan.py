@@ -215,8 +215,7 @@ def _folder(root: Path, name: str, identity: Identity) -> Path:
     found = sorted(root.glob(f"*-{identity.digest}"))
     slug = re.sub(r"[^\w.=,-]+", "_", name)[:60]
     folder = found[0] if found else root / f"{slug}-{identity.digest}"
-    if (kept := folder / "settings.json").is_file():
-        identity.check(json.loads(kept.read_text(encoding="utf-8")), folder)
+    identity.check(folder)
     return folder
 
 

@@ -77,6 +77,9 @@ def test_a_run_of_other_defaults_is_told(sweep):
     kept.write_text(json.dumps(json.loads(kept.read_text()) | {"optim.beta2": 0.5}))
     with pytest.raises(ConfigError, match=r"optim\.beta2 was 0\.5, is 0\.95"):
         planned(sweep)
+    kept.write_text("{")
+    with pytest.raises(ConfigError, match="settings.json cannot be read"):
+        planned(sweep)
 
 
 def test_a_run_of_another_sweep_is_found(sweep):
