@@ -80,9 +80,12 @@ def write_charts(report: dict[str, Any], folder: Path) -> list[Path]:
     files = []
     for name, draw in CHARTS.items():
         with matplotlib.rc_context(STYLE):
-            figure = draw(modes)
-            if figure is not None:
-                files.append(_save(figure, folder / f"{name}.png", command))
+            figure, path = draw(modes), folder / f"{name}.png"
+            if figure is None:
+                # an earlier run's would be taken for this one's
+                path.unlink(missing_ok=True)
+            else:
+                files.append(_save(figure, path, command))
     return files
 
 
@@ -173,7 +176,7 @@ def cost_chart(modes: Sequence[Mode]) -> Figure | None:
         ends = [end + ms for end, ms in zip(ends, spent, strict=True)]
     for at, (end, mode) in enumerate(zip(ends, modes, strict=True)):
         axes.text(end, at, f"  {end:.1f} / {mode.figures['tau']:.2f} = {end / mode.figures['tau']:.1f}", va="center")
-    axes.set_xlim(0, 1.35 * max(ends))
+    axes.set_xlim(0, 1.42 * max(ends))
     axes.set_xlabel("milliseconds per round (/ tokens per round = milliseconds per token)")
     _legend_above(figure)
     return figure

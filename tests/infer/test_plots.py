@@ -141,9 +141,12 @@ def test_context(report):
     assert heights(figure.axes[0].lines[-1]) == [3.0, 3.0]
 
 
-def test_what_has_nothing_to_show_is_left_out(tmp_path):
+def test_what_has_nothing_to_show_is_left_out(report, tmp_path):
+    """Nor does an earlier run's chart stay in its place."""
+    write_charts(report, tmp_path)
     plain = report_of(run_of("plain", [1] * 5))
     assert [path.stem for path in write_charts(plain, tmp_path)] == ["tau", "cost"]
+    assert sorted(path.stem for path in tmp_path.iterdir()) == ["cost", "tau"]
     # replies that end with their first token: no round
     assert write_charts(report_of(run_of("plain", [])), tmp_path) == []
     assert write_charts(report_of(), tmp_path) == []
