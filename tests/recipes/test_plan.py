@@ -78,7 +78,7 @@ def test_a_run_of_other_defaults_is_told(sweep):
     with pytest.raises(ConfigError, match=r"optim\.beta2 was 0\.5, is 0\.95"):
         planned(sweep)
     kept.write_text("{")
-    with pytest.raises(ConfigError, match="settings.json cannot be read"):
+    with pytest.raises(ConfigError, match=r"settings\.json cannot be read"):
         planned(sweep)
 
 
