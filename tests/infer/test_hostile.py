@@ -21,8 +21,8 @@ HOSTILE = f"{FAMILY} {FLAG} {ARABIC} {HEBREW}\u202e\x1b[2J\x07<script>alert(1)</
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A target of few and narrow layers that may read long prompts."""
-    sizes = {"num_hidden_layers": 7, "hidden_size": 32, "max_position_embeddings": 11_000}
-    return tiny_folder(tmp_path_factory.mktemp("target"), **sizes)
+    place = tmp_path_factory.mktemp("target")
+    return tiny_folder(place, num_hidden_layers=7, hidden_size=32, max_position_embeddings=11_000)
 
 
 @pytest.fixture
