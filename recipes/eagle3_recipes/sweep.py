@@ -27,7 +27,8 @@ class Sweep:
         grid: setting -> values, instead of variants: every combination is one.
         seeds: of training; of sampling where nothing is trained.
         budget: of every training run, unless the command line gives one.
-        evaluate: flags of eagle3-infer, with _ for -; several temperatures are run one after the other.
+        evaluate: flags of eagle3-infer, with _ for -, or in the file the path of a YAML file of them; several temperatures
+            are run one after the other.
         idle: whether the machine does nothing else, so that speeds mean something; they are shown only then.
         plot: columns of the CSV that the plot shows where nothing is trained: `x`, `line` and `panel`, each a name or a
             list of names.
@@ -77,6 +78,8 @@ def read_sweep(path: Path | str) -> Sweep:
     for key in content:
         if key not in known:
             raise unknown_key(str(key), known, str(path))
+    if isinstance(content.get("evaluate"), str):
+        content["evaluate"] = read_yaml(path.parent / content["evaluate"])
     for key in ("set", "variants", "grid", "evaluate", "plot"):
         if not isinstance(content.setdefault(key, {}), dict):
             raise ConfigError(f"{path}: {key} is {content[key]!r}; it must be a mapping")

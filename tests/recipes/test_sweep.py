@@ -73,3 +73,12 @@ def test_grid_is_every_combination(sweep):
 def test_the_name_needs_no_ending(sweep):
     assert read_sweep(sweep.with_suffix("")).name == "sweep"
     assert read_sweep(sweep).question == "does it matter?"
+
+
+def test_flags_of_a_file(sweep):
+    """What several sweeps measure alike stands once."""
+    flags = "{mode: [plain, chain], hf: none, max_turns: 1}"
+    whole = read_sweep(sweep)
+    (sweep.parent / "measure.yaml").write_text(flags)
+    sweep.write_text(sweep.read_text().replace(flags, "measure.yaml"))
+    assert read_sweep(sweep).evaluate == whole.evaluate != {}
