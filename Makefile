@@ -29,10 +29,11 @@ demo-train: setup
 	OMP_NUM_THREADS=$(CORES) $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no \
 		--dynamo_backend no train/train_draft.py --config recipes/base/smollm2-135m-demo.yaml
 
-# the shipped head: first what it buys in the target's own bfloat16, then, in float32, that chain and tree emit exactly
-# what plain decoding and HF generate emit
+# the shipped head: first what it buys in the target's own bfloat16, with a page that shows why; then, in float32, that
+# chain and tree emit exactly what plain decoding and HF generate emit
 demo-infer: setup
-	$(BIN)/eagle3-infer --threads $(CORES) --max-new-tokens 64 --mode plain,chain,tree,auto
+	mkdir -p $(RUN)
+	$(BIN)/eagle3-infer --threads $(CORES) --max-new-tokens 64 --mode plain,chain,tree,auto --html $(RUN)/report.html
 	$(BIN)/eagle3-infer --threads $(CORES) --max-new-tokens 64 --dtype float32 --verify
 
 test: setup
