@@ -15,6 +15,8 @@ import numpy as np
 from eagle3_infer.config import TreeConfig
 from eagle3_infer.costs import CostModel, row_tiers
 
+# trees whose nodes differ by no more than this factor are alike
+UNLIKE = 1.5
 # nodes that a tree would need for what it never holds
 _NEVER = np.iinfo(np.int32).max
 
@@ -157,18 +159,23 @@ def predict(offers: Offers, cost: CostModel, slots: int, most: TreeConfig) -> li
 
 
 def finalists(predictions: Sequence[Prediction], count: int) -> list[Prediction]:
-    """The most promising shapes, a chain among them, no two with as many nodes.
+    """The most promising shapes, of two or more a chain among them, no two with about as many nodes.
 
-    What is close in prediction is mostly close in nodes; timing those would tell nothing new.
+    What is close in nodes is close in speed; timing those would tell nothing new, and a wrong guess of what rows cost
+    is seen in unlike ones.
     """
-    best_of: dict[int, Prediction] = {}
+    chosen: list[Prediction] = []
     for each in predictions:
-        best_of.setdefault(each.tree.nodes, each)
-    chosen = list(best_of.values())[:count]
+        if len(chosen) < count and all(_unlike(each.tree.nodes, other.tree.nodes) for other in chosen):
+            chosen.append(each)
     chain = next((each for each in predictions if each.tree.top_k == 1), None)
-    if chain is not None and all(each.tree.top_k > 1 for each in chosen):
+    if count > 1 and chain is not None and all(each.tree.top_k > 1 for each in chosen):
         chosen[count - 1 :] = [chain]
     return chosen
+
+
+def _unlike(nodes: int, others: int) -> bool:
+    return max(nodes, others) > UNLIKE * min(nodes, others)
 
 
 def around(tree: TreeConfig, most: TreeConfig) -> TreeConfig:

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from typing import Any
 
 import pytest
 
@@ -17,10 +18,10 @@ SMALL, LARGE, CHAIN = TreeConfig(3, 4, 8), TreeConfig(4, 4, 16), TreeConfig.chai
 ADAPTIVE = TreeConfig(6, 4, 32, adaptive=True)
 
 
-def modes(**gains):
+def modes(**gains) -> dict[str, Any]:
     """A report's modes by name of the tree, with what they gained over plain decoding."""
     trees = {"small": SMALL, "large": LARGE, "chain": CHAIN, "adaptive": ADAPTIVE}
-    found = {"plain": {"tokens_per_second": 40.0, "speedup_vs_plain": 1.0}}
+    found: dict[str, Any] = {"plain": {"tokens_per_second": 40.0, "speedup_vs_plain": 1.0}}
     for name, gain in gains.items():
         found[tree_key(trees[name])] = {
             "tokens_per_second": 40.0 * gain, "speedup_vs_plain": gain, "speedup_vs_plain_spread": [gain, gain],

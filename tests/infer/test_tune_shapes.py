@@ -212,9 +212,11 @@ def test_finalists_differ_in_nodes_and_have_a_chain():
     trees = [(4, 4, 16), (3, 4, 16), (4, 3, 12), (3, 3, 8), (2, 2, 6), (2, 1, 2)]
     predictions = [Prediction(TreeConfig(*tree), 2.0, 100.0 - i) for i, tree in enumerate(trees)]
     chosen = [each.tree for each in finalists(predictions, 3)]
-    assert chosen == [TreeConfig(4, 4, 16), TreeConfig(4, 3, 12), TreeConfig(2, 1, 2)]
-    assert [each.tree.nodes for each in finalists(predictions, 9)] == [16, 12, 8, 6, 2]
-    assert [each.tree.nodes for each in finalists(predictions, 1)] == [2]
+    assert chosen == [TreeConfig(4, 4, 16), TreeConfig(3, 3, 8), TreeConfig(2, 1, 2)]
+    assert [each.tree.nodes for each in finalists(predictions, 2)] == [16, 2]
+    assert [each.tree.nodes for each in finalists(predictions, 9)] == [16, 8, 2]
+    # of one, the best
+    assert [each.tree.nodes for each in finalists(predictions, 1)] == [16]
 
 
 def test_adaptive_tree_around_the_best():
