@@ -27,8 +27,8 @@ class Sweep:
         grid: setting -> values, instead of variants: every combination is one.
         seeds: of training; of sampling where nothing is trained.
         budget: of every training run, unless the command line gives one.
-        evaluate: flags of eagle3-infer, with _ for -; several temperatures are run one after the other. The file may name
-            a YAML file of them instead.
+        evaluate: flags of eagle3-infer, with _ for -; several temperatures are run one after the other. The file may
+            name a YAML file of them instead.
         idle: whether the machine does nothing else, so that speeds mean something; they are shown only then.
         plot: columns of the CSV that the plot shows where nothing is trained: `x`, `line` and `panel`, each a name or a
             list of names.

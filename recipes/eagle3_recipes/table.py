@@ -59,9 +59,11 @@ def training_table(results: Sequence[Record], idle: bool) -> str:
         columns.append(Column(f"{label} tau", _of_mode(place, "tau")))
         if idle:
             columns.append(Column(f"{label} vs plain", _of_mode(place, "speedup_vs_plain"), 2))
-    steps = max((len(r["training"]["alpha"]) for r in results if r["training"]), default=0)
-    columns.append(Column("held-out tau", lambda r: r["training"] and r["training"]["tau"]))
-    columns += [Column(f"alpha {k}", _alpha(k)) for k in range(steps)]
+    steps = {len(r["training"]["alpha"]) for r in results if r["training"]}
+    if len(steps) == 1:
+        # a chain as deep as the rollout: taus of several rollouts do not compare
+        columns.append(Column("held-out tau", lambda r: r["training"] and r["training"]["tau"]))
+    columns += [Column(f"alpha {k}", _alpha(k)) for k in range(max(steps, default=0))]
     columns.append(Column("tokens", lambda r: r["training"] and r["training"]["tokens"], 0))
     columns.append(Column("minutes", lambda r: r["training"] and r["training"]["seconds"] / 60, 1))
     return _text(_groups(results, lambda r: r["variant"]), columns)
