@@ -16,15 +16,7 @@ from eagle3.config import HeadConfig, HeadOptions
 from eagle3.errors import CheckpointError
 
 # options of a head that the reference EAGLE-3 code lacks
-OPTIONS = (
-    "num_layers",
-    "fc_norm",
-    "norm_before_residual",
-    "norm_output",
-    "qk_norm",
-    "attention_bias",
-    "sliding_window",
-)
+OPTIONS = ("num_layers", *reference.OPTIONS)
 # those that engines read as keys of config.json
 _SWITCHES = ("fc_norm", "norm_before_residual", "norm_output")
 _THETA = frozenset({"rope_theta", "rope_type"})

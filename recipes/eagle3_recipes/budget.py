@@ -29,11 +29,14 @@ class Budget:
 def parse_budget(text: str) -> Budget:
     """Raises ConfigError for what is neither minutes nor tokens, or not above 0."""
     found = re.fullmatch(r"([0-9.]+)\s*(?:([kKmM]?)\s*tokens?|([a-z]+))", text.strip().lower().replace("_", ""))
+    wrong = ConfigError(f"budget is {text!r}; give tokens (`200k tokens`) or time (`5min`), above 0")
+    if found is None:
+        raise wrong
     try:
-        assert found is not None
         number, scale, unit = found.groups()
         budget = Budget(minutes=float(number) * _MINUTES[unit]) if unit else Budget(int(float(number) * _SCALES[scale]))
-        assert (budget.tokens or budget.minutes or 0) > 0
-    except (AssertionError, KeyError, ValueError):
-        raise ConfigError(f"budget is {text!r}; give tokens (`200k tokens`) or time (`5min`), above 0") from None
+    except (KeyError, ValueError):
+        raise wrong from None
+    if (budget.tokens or budget.minutes or 0) <= 0:
+        raise wrong
     return budget

@@ -200,10 +200,14 @@ def test_resumed_run_continues_the_same_tracker_run(tmp_path, installed):
 
 
 def test_runs_of_a_sweep_share_a_group(tmp_path, installed):
-    """Runs of one sweep that the tracker lists apart, under names of its own."""
+    """Runs of one sweep that the tracker lists apart, under names of its own; two of a name that it merges."""
     installed.add("trackio")
-    options = Trackers(["wandb", "trackio"], tmp_path, group="losses", name="kl-s0").init_kwargs(None)
-    assert all((options[k]["group"], options[k]["name"]) == ("losses", "kl-s0") for k in ("wandb", "trackio"))
+    first, second = (Trackers(["wandb", "trackio"], tmp_path, group="losses", name="kl-s0") for _ in range(2))
+    options, others = first.init_kwargs(None), second.init_kwargs(None)
+    assert {options[k]["group"] for k in ("wandb", "trackio")} == {"losses"}
+    assert (options["wandb"]["name"], options["trackio"]["name"]) == ("kl-s0", f"kl-s0-{first.run_id}")
+    assert (options["wandb"]["id"], options["trackio"]["name"]) != (others["wandb"]["id"], others["trackio"]["name"])
+    assert options["trackio"]["name"] != others["trackio"]["name"]
     assert "group" not in Trackers(["wandb"], tmp_path).init_kwargs(None)["wandb"]
 
 

@@ -131,12 +131,11 @@ class Run:
         if self.record is None:
             return
         folder = save_head(self.folder / name, head)
-        results = {"step": state.step, "tokens": state.tokens, "best_tau": state.best_tau, "best_step": state.best_step}
-        write_json(folder / "run.json", {**self.record.record, **results})
+        write_json(folder / "run.json", {**self.record.record, **state.results})
 
     def finish(self, state: RunState) -> None:
         if self.record is not None:
-            self.record.finish(step=state.step, tokens=state.tokens, best_tau=state.best_tau, best_step=state.best_step)
+            self.record.finish(**state.results)
         self.note(f"best held-out tau {state.best_tau:.3f} at step {state.best_step}: {self.folder / 'best'}")
 
 

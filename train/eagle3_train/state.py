@@ -20,6 +20,12 @@ class RunState:
     rows: str = ""
     tracker: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def results(self) -> dict[str, Any]:
+        """What run.json says at the end; `train_seconds` are those of updates, of all parts of a resumed run."""
+        best = {"best_tau": self.best_tau, "best_step": self.best_step}
+        return {"step": self.step, "tokens": self.tokens, "train_seconds": round(self.seconds, 1), **best}
+
     def judge(self, tau: float) -> bool:
         """Take note of an evaluation; whether it is the best so far."""
         better = tau > self.best_tau

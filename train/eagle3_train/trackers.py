@@ -74,11 +74,13 @@ class Trackers:
         """What `accelerator.init_trackers` takes: one run, continued where the trackers know it already."""
         group = {} if self.group is None else {"group": self.group}
         named = {} if self.name is None else {"name": self.name}
+        # trackio knows a run by its name
+        unique = self.run_id if self.name is None else f"{self.name}-{self.run_id}"
         options = {
             "wandb": {"id": self.run_id, "resume": "allow", "dir": self.folder, **group, **named},
             # steps that the resumed run repeats are dropped; W&B keeps the first of two records by itself
             "tensorboard": {} if resume_step is None else {"purge_step": resume_step + 1},
-            "trackio": {"name": self.run_id, "resume": "allow", **group, **named},
+            "trackio": {"name": unique, "resume": "allow", **group},
         }
         return {name: options[name] for name in self.names if options.get(name)}
 
