@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
 
+from eagle3_infer.levels import FEW_ROUNDS, Point
 from eagle3_infer.unseen import name_unseen
 
 # series that have a colour and a marker of their own
 SERIES = 8
-# points that stand for fewer rounds are drawn hollow
-FEW = 20
 # paths of about the same weight around (0, 0)
 MARKERS = (
     "M-4,0a4,4 0 1,0 8,0a4,4 0 1,0 -8,0",
@@ -43,13 +42,6 @@ class Stack(NamedTuple):
     name: str
     parts: list[tuple[str, float]]
     told: str
-
-
-class Point(NamedTuple):
-    """A share at a level, and how many rounds it stands for; `share` is None where there were none."""
-
-    share: float | None
-    rounds: int
 
 
 class Line(NamedTuple):
@@ -128,7 +120,7 @@ def _row(name: str, told: str, drawn: str) -> str:
 
 
 def lines(series: Sequence[Line], alt: str) -> str:
-    """Shares by level, from 0 to 100 %, at most SERIES of them; hollow points stand for fewer than FEW rounds."""
+    """Shares by level, from 0 to 100 %, at most SERIES of them; hollow points stand for fewer than FEW_ROUNDS."""
     levels = max((len(line.points) for line in series), default=0)
     grid = "".join(f'<line class="grid" x1="0" x2="100%" y1="{y}%" y2="{y}%"/>' for y in (0, 25, 50, 75, 100))
     drawn = "".join(_line(line.points, number, levels) for number, line in enumerate(series[:SERIES]))
@@ -154,7 +146,7 @@ def _line(points: Sequence[Point], number: int, levels: int) -> str:
     )
     dots = [
         f'<svg x="{x:.2f}%" y="{100 - 100 * (point.share or 0):.2f}%" overflow="visible">'
-        f'<path class="dot s{number}{" hollow" if point.rounds < FEW else ""}" d="{MARKERS[number]}"/></svg>'
+        f'<path class="dot s{number}{" hollow" if point.rounds < FEW_ROUNDS else ""}" d="{MARKERS[number]}"/></svg>'
         for x, point in placed
     ]
     return path + "".join(dots)

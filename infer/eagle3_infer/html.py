@@ -13,6 +13,7 @@ from typing import Any
 
 from eagle3_infer.figures import text
 from eagle3_infer.html_charts import Modes, acceptance_figures, cost_figures, speed_figures, table
+from eagle3_infer.names import mode_title
 from eagle3_infer.replies import Told
 from eagle3_infer.report import replace_file
 from eagle3_infer.table import (
@@ -21,7 +22,6 @@ from eagle3_infer.table import (
     identity_lines,
     logprob_line,
     loop_lines,
-    mode_title,
     summary_notes,
     summary_rows,
 )

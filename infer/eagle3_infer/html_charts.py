@@ -3,9 +3,10 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from eagle3_infer.figures import SERIES, Bar, Line, Point, Stack, bars, lines, series_legend, stacks, text
+from eagle3_infer.figures import SERIES, Bar, Line, Stack, bars, lines, series_legend, stacks, text
+from eagle3_infer.levels import FEW_ROUNDS, shares_given, shares_overall
+from eagle3_infer.names import mode_title
 from eagle3_infer.settings import HF, PLAIN
-from eagle3_infer.table import mode_title
 
 # of a round, in the order of the stack; "whole" is of modes that are not timed by stage
 PARTS = {
@@ -87,7 +88,7 @@ def acceptance_figures(modes: Modes) -> str:
         return ""
     given = [Line(name, shares_given(m["accepted_by_level"], m["rounds"])) for name, m in drafting]
     overall = [Line(name, shares_overall(m["accepted_by_level"], m["rounds"])) for name, m in drafting]
-    said = "share of the rounds that reached the level; hollow: fewer than 20 rounds"
+    said = f"share of the rounds that reached the level; hollow: fewer than {FEW_ROUNDS} rounds"
     more = f"; the first {SERIES} of {len(drafting)} modes are drawn" if len(drafting) > SERIES else ""
     legend = series_legend([name for name, _ in drafting])
     return (
@@ -98,15 +99,6 @@ def acceptance_figures(modes: Modes) -> str:
         + "</div>"
         + _emitted_figure({k: m for k, m in modes.items() if m["run_length_hist"] and m["settings"]})
     )
-
-
-def shares_given(accepted: Sequence[int], rounds: int) -> list[Point]:
-    tried = [rounds, *accepted[:-1]]
-    return [Point(n / t if t else None, t) for n, t in zip(accepted, tried, strict=True)]
-
-
-def shares_overall(accepted: Sequence[int], rounds: int) -> list[Point]:
-    return [Point(n / rounds, rounds) for n in accepted]
 
 
 def _line_figure(title: str, said: str, series: Sequence[Line]) -> str:

@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from eagle3.errors import ConfigError
-from eagle3_infer.table import mode_title
+from eagle3_infer import levels
+from eagle3_infer.levels import FEW_ROUNDS, context_order, shares_given, shares_overall
+from eagle3_infer.names import mode_title
+from eagle3_infer.table import drafts
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,8 +23,6 @@ DPI = 200
 WIDTH = 6.4
 # of a round, in the order of the stack
 STAGES = ("verify", "draft", "tree_build", "accept", "relocate", "other")
-# points that stand for fewer rounds are drawn hollow
-FEW_ROUNDS = 20
 # Okabe and Ito's, which the colour-blind can tell apart
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#999999", "#D55E00", "#F0E442")
 DARK, HOLLOW = "#222222", "white"
@@ -44,6 +45,7 @@ STYLE: dict[Any, Any] = {
 class Mode(NamedTuple):
     """A mode of the report by the name that charts give it."""
 
+    key: str
     title: str
     figures: dict[str, Any]
 
@@ -74,7 +76,7 @@ def write_charts(report: dict[str, Any], folder: Path) -> list[Path]:
     import matplotlib
 
     folder.mkdir(exist_ok=True)
-    modes = [Mode(mode_title(key, figures), figures) for key, figures in report["modes"].items()]
+    modes = [Mode(key, mode_title(key, figures), figures) for key, figures in report["modes"].items()]
     # an argument may hold bytes that are no text
     command = " ".join(["eagle3-infer", *report["run"]["argv"]]).encode("utf-8", "backslashreplace").decode()
     files = []
@@ -144,12 +146,10 @@ def acceptance_chart(modes: Sequence[Mode]) -> Figure | None:
     from matplotlib.ticker import MaxNLocator
 
     figure, (given, overall) = _panels(2)
-    for i, (title, figures) in enumerate(modes):
+    for i, (_, title, figures) in enumerate(modes):
         accepted, rounds = figures["accepted_by_level"], figures["rounds"]
-        before = [rounds, *accepted[:-1]]
-        pairs = list(zip(accepted, before, strict=True))
-        _line(given, i, title, [Point(at, n / tried, tried) for at, (n, tried) in enumerate(pairs, 1) if tried])
-        _line(overall, i, None, [Point(at, n / rounds, rounds) for at, n in enumerate(accepted, 1)])
+        _line(given, i, title, _by_level(shares_given(accepted, rounds)))
+        _line(overall, i, None, _by_level(shares_overall(accepted, rounds)))
     for axes, title in ((given, "given that the level before was accepted"), (overall, "of all rounds")):
         axes.set_title(title, fontsize=9)
         axes.set_xlabel("level of the tree")
@@ -158,6 +158,10 @@ def acceptance_chart(modes: Sequence[Mode]) -> Figure | None:
     given.set_ylabel("share accepted")
     _legend_below(figure)
     return figure
+
+
+def _by_level(shares: Sequence[levels.Point]) -> list[Point]:
+    return [Point(at, point.share, point.rounds) for at, point in enumerate(shares, 1) if point.share is not None]
 
 
 def cost_chart(modes: Sequence[Mode]) -> Figure | None:
@@ -184,13 +188,12 @@ def cost_chart(modes: Sequence[Mode]) -> Figure | None:
 
 def context_chart(modes: Sequence[Mode]) -> Figure | None:
     """Tau by tokens of context, of the modes that draft."""
-    modes = [mode for mode in modes if mode.figures["settings"]]
-    names = {name for mode in modes for name in mode.figures["by_context"]}
-    buckets = sorted(names, key=lambda name: int(name.rstrip("+").split("-")[0]))
+    modes = [mode for mode in modes if drafts(mode.key, mode.figures)]
+    buckets = context_order({name for mode in modes for name in mode.figures["by_context"]})
     if len(buckets) < 2:
         return None
     figure, (axes,) = _panels(1)
-    for i, (title, figures) in enumerate(modes):
+    for i, (_, title, figures) in enumerate(modes):
         groups = [(at, figures["by_context"].get(name)) for at, name in enumerate(buckets)]
         _line(axes, i, title, [Point(at, group["tau"], group["rounds"]) for at, group in groups if group])
     axes.set_xticks(range(len(buckets)), buckets)

@@ -282,8 +282,9 @@ class RunSettings:
 
 
 def shape_name(tree: TreeConfig) -> str:
+    """`d4k4n16`, the level weight where it says something, and `<=` where a round may take less."""
     weight = "" if tree.level_weight == 1 else f"w{tree.level_weight:g}"
-    return f"d{tree.depth}k{tree.top_k}n{tree.nodes}{weight}"
+    return f"{'<=' if tree.adaptive else ''}d{tree.depth}k{tree.top_k}n{tree.nodes}{weight}"
 
 
 def rule_name(rule: RuleConfig) -> str:

@@ -4,14 +4,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from eagle3_infer.config import MATCH, NO_NOISE
+from eagle3_infer.levels import Point, context_order, shares_given, shares_overall
+from eagle3_infer.names import key_name, mode_name, mode_shape
 from eagle3_infer.settings import HF, HF_ASSISTED, HF_PROMPT_LOOKUP, PLAIN
 from eagle3_infer.unseen import columns, name_unseen
 
 REST = ("tree_build", "accept", "relocate", "other")
 HEADER = ("mode", "shape", "tokens", "tau", "tok/s", "vs plain", "vs HF", "prefill", "draft", "verify", "rest")
 SHOWN_DIVERGENCES = 12
-NAMES = {HF: "HF generate", HF_PROMPT_LOOKUP: "HF prompt lookup", HF_ASSISTED: "HF assisted"}
 
 
 class Group(NamedTuple):
@@ -57,9 +57,9 @@ def summary_notes(report: dict[str, Any]) -> list[str]:
     ]
     if batch > 1:
         notes.append(f"Up to {batch} prompts at once: tok/s is what the whole batch emits.")
-    if lossy := [_name(key) for key, mode in modes.items() if mode["lossy"]]:
+    if lossy := [key_name(key) for key, mode in modes.items() if mode["lossy"]]:
         notes.append(f"LOSSY: {', '.join(lossy)} may emit what the target would not.")
-    slower = [_name(k) for k, m in modes.items() if (m["speedup_vs_plain"] or 1) < 1 and drafts(k, m)]
+    slower = [key_name(k) for k, m in modes.items() if (m["speedup_vs_plain"] or 1) < 1 and drafts(k, m)]
     if slower:
         notes.append(f"Slower than plain decoding here: {', '.join(slower)}.")
     if any(_spread(mode["tokens_per_second_spread"]) for mode in modes.values()):
@@ -71,8 +71,8 @@ def _summary_row(key: str, mode: dict[str, Any]) -> tuple[str, ...]:
     stages = mode["seconds_by_stage"]
     seconds = (stages["prefill"], stages["draft"], stages["verify"], sum(stages[name] for name in REST))
     return (
-        _mode_cell(key, mode),
-        _shape(mode["settings"]),
+        mode_name(key, mode),
+        mode_shape(mode),
         "-" if mode["tokens"] is None else str(mode["tokens"]),
         _number(mode["tau"]),
         _number(mode["tokens_per_second"], 1) + _spread(mode["tokens_per_second_spread"], 1),
@@ -80,31 +80,6 @@ def _summary_row(key: str, mode: dict[str, Any]) -> tuple[str, ...]:
         _times(mode["speedup_vs_hf"]) + _spread(mode["speedup_vs_hf_spread"]),
         *(f"{value:.2f}" for value in seconds),
     )
-
-
-def mode_title(key: str, mode: dict[str, Any]) -> str:
-    """A mode in one phrase, for charts: kind, rule, shape."""
-    return f"{_mode_cell(key, mode)} {_shape(mode['settings'])}".strip()
-
-
-def _mode_cell(key: str, mode: dict[str, Any]) -> str:
-    """Kind, rule and LOSSY where that is so; the shape has its own column."""
-    settings = mode["settings"]
-    parts = [_name(key).split("[")[0]]
-    if settings.get("rule", MATCH) != MATCH:
-        parts.append(settings["rule"])
-    if settings.get("draft_noise", NO_NOISE) != NO_NOISE:
-        parts.append(settings["draft_noise"])
-    return " ".join(parts + ["LOSSY"] * mode["lossy"])
-
-
-def _shape(settings: dict[str, Any]) -> str:
-    """`d4k4n16`, the level weight where it says something, and `<=` where a round may take less."""
-    if not settings:
-        return ""
-    weight = settings.get("level_weight", 1)
-    shape = "d{depth}k{top_k}n{nodes}".format(**settings) + (f"w{weight:g}" if weight != 1 else "")
-    return f"<={shape}" if settings.get("adaptive") else shape
 
 
 def _spread(values: Sequence[float] | None, digits: int = 2) -> str:
@@ -121,14 +96,16 @@ def group_tables(report: dict[str, Any]) -> list[str]:
 def group_rows(group: Group, report: dict[str, Any]) -> list[tuple[str, ...]]:
     """The header, and a row per group; empty when there is one group."""
     modes = {key: mode for key, mode in report["modes"].items() if group.part != "by_context" or drafts(key, mode)}
-    names = list(dict.fromkeys(name for mode in modes.values() for name in mode[group.part]))
+    # a report that was saved before there were sets has no such part
+    parts = [mode.get(group.part, {}) for mode in modes.values()]
+    names = list(dict.fromkeys(name for part in parts for name in part))
     if len(names) < 2:
         return []
     if group.part == "by_context":
-        names.sort(key=lambda name: int(name.rstrip("+").split("-")[0]))
-    rows = [(group.corner, *(_name(key) for key in modes))]
+        names = context_order(names)
+    rows = [(group.corner, *(key_name(key) for key in modes))]
     for name in names:
-        cells = [mode[group.part].get(name) for mode in modes.values()]
+        cells = [part.get(name) for part in parts]
         rows.append((name, *(_cell(cell, group.keys) for cell in cells)))
     return rows
 
@@ -145,16 +122,14 @@ def acceptance_lines(report: dict[str, Any]) -> str:
     for key, mode in report["modes"].items():
         accepted, rounds = mode["accepted_by_level"], mode["rounds"]
         if accepted and rounds:
-            before = [rounds, *accepted[:-1]]
-            overall = [count / rounds for count in accepted]
-            given = [count / prior if prior else None for count, prior in zip(accepted, before, strict=True)]
-            rows.append((_name(key), _series(overall), _series(given)))
+            overall, given = shares_overall(accepted, rounds), shares_given(accepted, rounds)
+            rows.append((key_name(key), _series(overall), _series(given)))
     return align(rows, left=3) if len(rows) > 1 else ""
 
 
 def logprob_line(report: dict[str, Any]) -> str:
     told = {key: mode["mean_logprob"] for key, mode in report["modes"].items() if mode["mean_logprob"] is not None}
-    cells = ", ".join(f"{_name(key)} {value:.3f}" for key, value in told.items())
+    cells = ", ".join(f"{key_name(key)} {value:.3f}" for key, value in told.items())
     return f"mean log-prob of a token under the target, at temperature 1: {cells}" if told else ""
 
 
@@ -164,9 +139,9 @@ def loop_lines(report: dict[str, Any]) -> str:
     if not any(loops["share"] for loops in modes.values()):
         return ""
     shares = list(dict.fromkeys(f"{loops['share']:.0%}" for loops in modes.values() if loops["share"] is not None))
-    named = ", ".join(f"{_name(key)} {loops['share'] or 0:.0%}" for key, loops in modes.items())
+    named = ", ".join(f"{key_name(key)} {loops['share'] or 0:.0%}" for key, loops in modes.items())
     drafted = {key: loops["tau_outside"] for key, loops in modes.items() if drafts(key, report["modes"][key])}
-    outside = ", ".join(f"{_name(key)} {_number(value)}" for key, value in drafted.items())
+    outside = ", ".join(f"{key_name(key)} {_number(value)}" for key, value in drafted.items())
     line = f"repetition loops: {shares[0] if len(shares) == 1 else named} of the tokens"
     return f"{line}; tau outside them: {outside}" if outside else line
 
@@ -185,7 +160,7 @@ def identity_lines(verify: dict[str, Any]) -> str:
         lines.append(f"outputs: {', '.join(map(_pair, same))} ({span})")
     for pair in pairs:
         if pair not in same:
-            left, right = _name(pair["mode"]), _name(pair["reference"])
+            left, right = key_name(pair["mode"]), key_name(pair["reference"])
             lines.append(f"outputs: {left} == {right} in {pair['identical']}/{pair['compared']} replies")
     lines += _divergence_lines(verify, {(p["mode"], p["reference"]) for p in pairs})
     if verify["unclassified"]:
@@ -198,7 +173,7 @@ def _apart_lines(rows: list[dict[str, str]]) -> list[str]:
     """One line for all modes that are not compared for the same reason."""
     by_reason: dict[str, list[str]] = {}
     for row in rows:
-        by_reason.setdefault(row["reason"], []).append(_name(row["mode"]))
+        by_reason.setdefault(row["reason"], []).append(key_name(row["mode"]))
     return [f"outputs: {', '.join(names)} not compared: {reason}" for reason, names in by_reason.items()]
 
 
@@ -221,7 +196,7 @@ def _divergence_lines(verify: dict[str, Any], pairs: set[tuple[str, str]]) -> li
 
 
 def _pair(pair: dict[str, Any]) -> str:
-    return f"{_name(pair['mode'])} == {_name(pair['reference'])}"
+    return f"{key_name(pair['mode'])} == {key_name(pair['reference'])}"
 
 
 def _divergence_line(row: dict[str, Any]) -> str:
@@ -229,7 +204,7 @@ def _divergence_line(row: dict[str, Any]) -> str:
     label = {"bug": "BUG", "numeric": "numeric", "unclassified": "differs"}[row["kind"]]
     gap = "" if row["gap"] is None else f"; the two best logits are {row['gap']:.3g} apart"
     detail = f"; {row['detail']}" if row["detail"] else ""
-    return f"  {label}: {_name(row['mode'])} against {_name(row['reference'])}, {where}{gap}{detail}"
+    return f"  {label}: {key_name(row['mode'])} against {key_name(row['reference'])}, {where}{gap}{detail}"
 
 
 def align(rows: Sequence[Sequence[str]], left: int = 2) -> str:
@@ -254,10 +229,6 @@ def drafts(key: str, mode: dict[str, Any]) -> bool:
     return bool(mode["settings"]) or key in (HF_PROMPT_LOOKUP, HF_ASSISTED)
 
 
-def _name(key: str) -> str:
-    return NAMES.get(key, key)
-
-
 def _number(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
@@ -273,5 +244,5 @@ _FORMATS: dict[str, Callable[[float | None], str]] = {
 }
 
 
-def _series(values: Sequence[float | None]) -> str:
-    return " ".join(_number(value) for value in values)
+def _series(points: Sequence[Point]) -> str:
+    return " ".join(_number(point.share) for point in points)

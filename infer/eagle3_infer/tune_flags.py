@@ -92,7 +92,7 @@ def _kind(tree: TreeConfig) -> str:
 
 def tree_key(tree: TreeConfig) -> str:
     """What the report calls a tree: `tree[d4k4n16]`, `chain[d3k1n3]`, `auto[<=d6k4n32]`."""
-    return f"{_kind(tree)}[{'<=' if tree.adaptive else ''}{shape_name(tree)}]"
+    return f"{_kind(tree)}[{shape_name(tree)}]"
 
 
 def build_tune_parser() -> Parser:

@@ -8,9 +8,10 @@ from html.parser import HTMLParser
 
 import pytest
 
-from eagle3_infer.figures import SERIES, Bar, Line, Point, bars, lines, text
+from eagle3_infer.figures import SERIES, Bar, Line, bars, lines, text
 from eagle3_infer.html import headline, render_html, write_html
-from eagle3_infer.html_charts import cost_figures, shares_given, shares_overall
+from eagle3_infer.html_charts import cost_figures
+from eagle3_infer.levels import Point, shares_given, shares_overall
 from eagle3_infer.replies import Told, tell_tree
 from eagle3_infer.report import ModeRun
 from eagle3_infer.trace import TracedTree

@@ -51,7 +51,7 @@ def report():
 
 
 def modes_of(report):
-    return [Mode(plots.mode_title(key, figures), figures) for key, figures in report["modes"].items()]
+    return [Mode(key, plots.mode_title(key, figures), figures) for key, figures in report["modes"].items()]
 
 
 def widths(axes, label):
@@ -139,6 +139,18 @@ def test_context(report):
     assert figure is not None
     assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["0-127", "128-255"]
     assert heights(figure.axes[0].lines[-1]) == [3.0, 3.0]
+
+
+def test_context_has_every_mode_that_the_table_has(report):
+    """Transformers' drafting, too, which has no tree; its plain decoding has but one tau."""
+    lookup = run_of("hf_prompt_lookup", [2] * 30, prompt_tokens=100)
+    drawn = report_of(run_of("plain", [1] * 60), run_of("tree", [3] * 20, shape=(2, 2, 4)), lookup)
+    figure = plots.context_chart(modes_of(drawn))
+    assert figure is not None
+    assert {line.get_label() for line in figure.axes[0].lines if not str(line.get_label()).startswith("_")} == {
+        "tree d2k2n4",
+        "HF prompt lookup",
+    }
 
 
 def test_what_has_nothing_to_show_is_left_out(report, tmp_path):

@@ -7,6 +7,7 @@ import stat
 import pytest
 
 from eagle3_infer.compare import compare_modes, first_difference
+from eagle3_infer.names import mode_title
 from eagle3_infer.report import Divergence, ModeRun, Output, build_report, speedup, tau, write_json
 from eagle3_infer.request import STAGES
 from eagle3_infer.table import align, render_report
@@ -222,6 +223,31 @@ def test_shapes_in_the_table():
     modes = [mode_run(f"tree[{i}]", [output("tree", [2])], {**TREE, **more}) for i, more in enumerate(shapes)]
     text = render_report(build_report({}, modes, compare_modes(modes, None, False)))
     assert [line.split()[1] for line in text.splitlines()[2:5]] == ["d2k2n4", "<=d2k2n4", "d2k2n4w0.5"]
+
+
+def test_modes_that_differ_have_titles_that_differ():
+    """Whatever a run may vary: two sharpnesses, two weights, a tree and the most of an adaptive one."""
+    varied = [
+        *({"draft_noise": "shared", "draft_sharpness": sharpness} for sharpness in (1.0, 1.3)),
+        *({"level_weight": weight} for weight in (1.0, 0.7)),
+        *({"rule": rule, "lossless": rule != "threshold"} for rule in ("rejection", "target_only", "threshold")),
+        *({"top_k": 1, "nodes": 2}, {"adaptive": True}),
+    ]
+    modes = [mode_run(f"tree[{i}]", [output("tree", [2])], {**TREE, **more}) for i, more in enumerate(varied)]
+    report = build_report({}, modes, compare_modes(modes, None, False))
+    titles = [mode_title(key, mode) for key, mode in report["modes"].items()]
+    assert titles[:4] == ["tree shared d2k2n4", "tree shared*1.3 d2k2n4", "tree d2k2n4", "tree d2k2n4w0.7"]
+    assert len(set(titles)) == len(titles)
+    # the table's two first columns say the same
+    rows = [line.split("  ") for line in render_report(report).splitlines()[2 : 2 + len(varied)]]
+    assert [" ".join([row[0], next(cell.strip() for cell in row[1:] if cell)]) for row in rows] == titles
+
+
+def test_a_report_from_before_sets_is_rendered(report):
+    expected = render_report(report)
+    for mode in report["modes"].values():
+        del mode["by_set"]
+    assert render_report(report) == expected
 
 
 def test_logprobs_are_shown_where_they_were_asked_for():
