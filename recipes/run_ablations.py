@@ -10,7 +10,6 @@ stopped goes on with the same command. A run that fails is told at the end, and 
 
 import argparse
 import json
-import os
 import shlex
 import signal
 import sys
@@ -18,7 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from eagle3.environment import usable_cores
 from eagle3.errors import ConfigError, Eagle3Error, one_line
+from eagle3_infer.flags import Parser
+from eagle3_infer.settings import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK
 from eagle3_recipes.budget import parse_budget
 from eagle3_recipes.execute import DONE, FAILED, Execution, Job
 from eagle3_recipes.plan import Options, PlannedRun, plan
@@ -26,20 +28,15 @@ from eagle3_recipes.stages import note_settings, stages
 from eagle3_recipes.summary import show
 from eagle3_recipes.sweep import Sweep, check_seeds, read_sweep
 
-EXIT_FAILED, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
-
-
-class Parser(argparse.ArgumentParser):
-    """Errors are ConfigErrors, as everywhere."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message} (see {self.prog} --help)")
+EXIT_FAILED = 1
+# of a process that a signal ended, plus the signal's number
+EXIT_SIGNAL = 128
 
 
 def build_parser() -> Parser:
     parser = Parser(
         description=__doc__,
-        epilog="exit codes: 0 all done; 1 a run failed; 2 bad input; 130 interrupted, 143 terminated",
+        epilog="exit codes: 0 all done; 1 a run failed; 2 bad input; 130 interrupted, 143 terminated, 129 hung up",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -61,8 +58,12 @@ def build_parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0, 1 where a run failed, 2 on bad input (one line on stderr), 130 on ^C, 143 on SIGTERM."""
-    signal.signal(signal.SIGTERM, _terminate)
+    """Exit code: 0, 1 where a run failed, 2 on bad input (one line on stderr), 130 on ^C, 143 on SIGTERM, 129
+    on SIGHUP."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        # nohup's children ignore it, and go on when the terminal closes
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _terminate)
     try:
         given = build_parser().parse_args(argv)
         sweep, options = read_sweep(given.sweep), _options(given)
@@ -85,20 +86,20 @@ def _run(sweep: Sweep, options: Options, runs: Sequence[PlannedRun], jobs: Seque
     print(f"{sweep.question}\n{len(runs)} runs in {options.output / 'runs'}", flush=True)
     for run in runs:
         note_settings(run)
-    code = 0
+    code = EXIT_OK
     try:
         Execution(jobs, options.places, tell=lambda text: print(text, flush=True)).run()
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
-    except SystemExit:
-        code = EXIT_TERMINATED
+    except SystemExit as end:
+        code = int(end.code or EXIT_ERROR)
     show(sweep, options, runs)
     failed = [job for job in jobs if job.status == FAILED]
     for job in failed:
         print(f"\n{job.name}: {job.failure}", file=sys.stderr)
     if unfinished := sum(job.status != DONE for job in jobs):
         print(f"{unfinished} of {len(jobs)} runs are not done; the same command goes on", file=sys.stderr)
-    return code or (EXIT_FAILED if failed else 0)
+    return code or (EXIT_FAILED if failed else EXIT_OK)
 
 
 def _print_commands(jobs: Sequence[Job]) -> int:
@@ -107,7 +108,7 @@ def _print_commands(jobs: Sequence[Job]) -> int:
         print(f"# {job.name}{'' if left else ': done'}")
         for stage in left:
             print(shlex.join(stage.command))
-    return 0
+    return EXIT_OK
 
 
 def _options(given: argparse.Namespace) -> Options:
@@ -136,15 +137,15 @@ def _options(given: argparse.Namespace) -> Options:
 
 
 def _threads(options: Options) -> int:
-    return options.threads or max(1, (os.cpu_count() or 1) // options.jobs)
+    return options.threads or max(1, usable_cores() // options.jobs)
 
 
 def _words(text: str) -> tuple[str, ...]:
     return tuple(word.strip() for word in text.split(",") if word.strip())
 
 
-def _terminate(_number: int, _frame: object) -> NoReturn:
-    raise SystemExit(EXIT_TERMINATED)
+def _terminate(number: int, _frame: object) -> NoReturn:
+    raise SystemExit(EXIT_SIGNAL + number)
 
 
 if __name__ == "__main__":

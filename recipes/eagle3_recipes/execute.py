@@ -1,7 +1,7 @@
 """Run stages of runs as subprocesses, several runs at once; a run that fails is told and the others go on.
 
 Knows commands, logs and exit codes, nothing of what they do. Children have process groups of their own: ^C
-reaches this process alone, which then asks them to end and waits.
+reaches this process alone, which then asks them to end and waits. Each holds the lock of its run's folder.
 """
 
 import os
@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
+
+from eagle3.errors import Eagle3Error
+from eagle3_recipes.lock import note_holder, take_lock
 
 DONE, FAILED, STOPPED, WAITING = "done", "failed", "stopped", "waiting"
 LAST_LINES = 6
@@ -114,7 +117,11 @@ class Execution:
             if not stage.done():
                 job.status = WAITING
                 self.tell(f"{self._count(job)} {job.name}: {stage.name} -> {stage.log}")
-                process = self._start(stage.command, stage.log, place)
+                try:
+                    process = self._start(stage.command, stage.log, place)
+                except Eagle3Error as error:
+                    self._fail(job, place, f"{stage.name} did not start", f"  {error}")
+                    return
                 self._running.append(_Running(job, stage, process, place, time.monotonic()))
                 return
         if not job.seconds:
@@ -136,11 +143,13 @@ class Execution:
         if code == 0 and stage.done():
             self._go_on(job, one.place)
             return
-        job.status = FAILED
-        self._free.append(one.place)
-        what = f"ended with code {code}" if code else "ended well, and left no result"
-        job.failure = f"{stage.name} {what}; the end of {stage.log}:\n{tail(stage.log)}"
-        self.tell(f"{self._count(job)} {job.name}: {stage.name} {what}")
+        what = f"{stage.name} {f'ended with code {code}' if code else 'ended well, and left no result'}"
+        self._fail(job, one.place, what, f"the end of {stage.log}:\n{tail(stage.log)}")
+
+    def _fail(self, job: Job, place: Mapping[str, str], what: str, why: str) -> None:
+        job.status, job.failure = FAILED, f"{what}; {why.lstrip()}"
+        self._free.append(place)
+        self.tell(f"{self._count(job)} {job.name}: {what}")
 
     def _count(self, job: Job) -> str:
         return f"[{self.jobs.index(job) + 1}/{len(self.jobs)}]"
@@ -161,19 +170,26 @@ class Execution:
 
 
 def start_process(command: Sequence[str], log: Path, place: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start a command; its output is appended to the log, after the command itself."""
+    """Start a command; its output is appended to the log, after the command itself. It holds the folder's lock.
+
+    Raises:
+        ConfigError: another process works in the log's folder.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as file:
+    with take_lock(log.parent) as lock, log.open("ab") as file:
         file.write(f"$ {' '.join(command)}\n".encode())
         file.flush()
-        return subprocess.Popen(
+        process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
             process_group=0,
+            pass_fds=(lock.fileno(),),
             env={**os.environ, "PYTHONUNBUFFERED": "1", **place},
         )
+        note_holder(lock, process.pid)
+        return process
 
 
 def tail(log: Path, lines: int = LAST_LINES) -> str:

@@ -17,12 +17,15 @@ def show(sweep: Sweep, options: Options, runs: Sequence[PlannedRun]) -> None:
     rows = records(results)
     table = training_table(results, sweep.idle) if sweep.trains else inference_table(rows, sweep.idle)
     options.output.mkdir(parents=True, exist_ok=True)
-    place = options.output / sweep.name
-    place.with_suffix(".txt").write_text(f"{sweep.question}\n\n{table}\n", encoding="utf-8")
-    write_json(place.with_suffix(".json"), {"sweep": sweep.name, "question": sweep.question, "runs": results})
-    write_csv(rows, place.with_suffix(".csv"))
-    print(f"\n{table}\n\n{place}.csv")
+    # a name may hold a dot, as with_suffix would not know
+    text, csv, picture = (options.output / f"{sweep.name}.{kind}" for kind in ("txt", "csv", "png"))
+    text.write_text(f"{sweep.question}\n\n{table}\n", encoding="utf-8")
+    write_json(
+        options.output / f"{sweep.name}.json", {"sweep": sweep.name, "question": sweep.question, "runs": results}
+    )
+    write_csv(rows, csv)
+    print(f"\n{table}\n\n{csv}")
     if find_spec("matplotlib") is None:
-        print("no plot: matplotlib is not installed (pip install 'eagle3[plot]')")
-    elif draw(sweep, rows, place.with_suffix(".png")):
-        print(place.with_suffix(".png"))
+        print("no plot: matplotlib is not installed (pip install '.[plot]')")
+    elif draw(sweep, rows, picture):
+        print(picture)

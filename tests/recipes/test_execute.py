@@ -146,3 +146,22 @@ def test_interrupted_children_end_cleanly(tmp_path):
     assert saved.read_text() == "saved"
     assert [child.poll() for child in children] == [143]
     assert (first.status, second.status) == (STOPPED, WAITING)
+
+
+def test_a_child_holds_its_folder(tmp_path):
+    """An evaluation that a killed runner left, and the next runner's beside it, into one report."""
+    held = start_process([sys.executable, "-c", "input()"], tmp_path / "evaluate.log", {})
+    held.kill()
+    held.wait()
+    left = start_process([sys.executable, "-c", "import time; time.sleep(60)"], tmp_path / "evaluate.log", {})
+    again = Job("a", tmp_path, [Stage("evaluate", [sys.executable, "-c", ""], tmp_path / "a.log", lambda: False)])
+    other = Job(
+        "b", tmp_path / "b", [Stage("evaluate", [sys.executable, "-c", ""], tmp_path / "b/b.log", lambda: False)]
+    )
+    Execution([again, other], tell=lambda _: None, pause=0.05).run()
+    assert f"evaluate did not start; {tmp_path} is in use by process {left.pid}, started by" in again.failure
+    assert "left no result" in other.failure
+    left.kill()
+    left.wait()
+    Execution([again], tell=lambda _: None, pause=0.05).run()
+    assert "left no result" in again.failure

@@ -3,6 +3,8 @@
 import csv
 import json
 import runpy
+import signal
+import threading
 from contextlib import redirect_stderr, redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
@@ -96,6 +98,59 @@ def test_an_interrupted_sweep_shows_what_it_has(sweep, runner, capsys):
     assert run(sweep) == 0
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_sweep_whose_terminal_closes_ends_its_runs(sweep, runner, monkeypatch, number):
+    """SIGHUP that leaves trainers without a runner; what is done is shown all the same."""
+    before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGHUP)}
+    children = []
+
+    class Endless(FakeProcess):
+        def send_signal(self, signal):
+            self.code = -signal
+
+    def start(command, log, place):
+        if flags_of(command).get("seed") != "1":
+            return runner(command, log, place)
+        children.append(Endless(None))
+        threading.Timer(0.1, signal.raise_signal, [number]).start()
+        return children[0]
+
+    monkeypatch.setattr("eagle3_recipes.execute.start_process", start)
+    try:
+        assert run(sweep, "--only", "usual") == 128 + number
+    finally:
+        for n, handler in before.items():
+            signal.signal(n, handler)
+    assert [child.code for child in children] == [-signal.SIGTERM]
+    assert {r["status"] for r in rows(sweep) if r["seed"] == "0"} == {"done"}
+
+
+def test_what_nohup_ignores_stays_ignored(sweep, runner):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert run(sweep, "--dry-run") == 0
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_threads_are_of_the_cores_that_may_be_used(sweep, capsys, monkeypatch):
+    """Two cores of 64, by taskset or a container: 64 threads each."""
+    monkeypatch.setitem(main.__globals__, "usable_cores", lambda: 6)
+    assert main([str(sweep), "--output", str(sweep.parent / "out"), "--dry-run", "--jobs", "2"]) == 0
+    assert "--threads 3" in capsys.readouterr().out
+
+
+def test_a_sweep_with_a_dot_in_its_name(sweep, runner):
+    """loss-0.5 that writes its table over that of loss-0.3."""
+    other = sweep.with_name("loss-0.5.yaml")
+    other.write_text("variants: {shipped: {}}\nevaluate: {mode: chain, hf: none}\n")
+    assert run(other) == 0
+    assert {p.name for p in (sweep.parent / "out").iterdir() if p.is_file()} == {
+        f"loss-0.5.{kind}" for kind in ("csv", "txt", "json")
+    }
+
+
 def test_a_report_of_an_interrupted_evaluation_is_not_taken(sweep, runner):
     """eagle3-infer writes what it has on ^C, too."""
 
@@ -128,7 +183,7 @@ def test_dry_run_runs_nothing(sweep, runner, capsys):
         (["--seeds", "0,0"], "--seeds: seeds is [0, 0]"),
         (["--jobs", "0"], "--jobs is 0"),
         (["--budget", "7"], "budget is '7'"),
-        (["--bugdet", "7min"], "unrecognized arguments"),
+        (["--bugdet", "7min"], "unknown argument '--bugdet', did you mean --budget?"),
     ],
 )
 def test_wrong_words_are_one_line(sweep, capsys, words, message):

@@ -1,15 +1,18 @@
 """Sweep files: what is refused before anything runs, grids, budgets."""
 
+from pathlib import Path
+
 import pytest
 
 from eagle3.errors import ConfigError
+from eagle3_recipes import budget
 from eagle3_recipes.budget import Budget, parse_budget
 from eagle3_recipes.plan import Options, plan
 from eagle3_recipes.sweep import read_sweep
 
 
 @pytest.mark.parametrize(
-    "text, budget",
+    "text, expected",
     [
         ("200k tokens", Budget(200_000)),
         ("1.5M tokens", Budget(1_500_000)),
@@ -19,8 +22,8 @@ from eagle3_recipes.sweep import read_sweep
         ("90s", Budget(minutes=1.5)),
     ],
 )
-def test_budgets(text, budget):
-    assert parse_budget(text) == budget
+def test_budgets(text, expected):
+    assert parse_budget(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "5", "200k", "5 parsecs", "0min", "-1min", "0 tokens", "1.2.3min", "5min tokens"])
@@ -28,6 +31,15 @@ def test_what_is_no_budget(text):
     """A number without a unit: tokens or minutes?"""
     with pytest.raises(ConfigError, match="200k tokens"):
         parse_budget(text)
+
+
+def test_budgets_without_assertions():
+    """`python -O` leaves them out."""
+    names = {}
+    exec(compile(Path(budget.__file__).read_text(), "budget", "exec", optimize=2), names)
+    for text in ("7", "0min"):
+        with pytest.raises(ConfigError, match="200k tokens"):
+            names["parse_budget"](text)
 
 
 @pytest.mark.parametrize(
