@@ -58,17 +58,20 @@ class Endpoint:
     """
 
     def __init__(self, url: str, idle_seconds: float = IDLE_SECONDS):
-        parts = urlsplit(url)
         try:
+            parts = urlsplit(url)
             self.host, self.port = parts.hostname or "", parts.port
-        except ValueError:
-            self.host = ""
+        except ValueError as error:
+            raise ConfigError(f"--server {url}: {error}, expected http://host:port or https://...") from None
+        if parts.username is not None or parts.query:
+            # the command and its settings stand in reports
+            raise ConfigError("--server holds a user or a query, which are not sent: give a key in $OPENAI_API_KEY")
         if parts.scheme not in ("http", "https") or not self.host:
             raise ConfigError(f"--server is {url}, expected http://host:port or https://...")
         self.secure, self.idle_seconds = parts.scheme == "https", idle_seconds
         root = parts.path.rstrip("/").removesuffix("/chat/completions").rstrip("/")
         self.root = root.removesuffix("/v1").rstrip("/")
-        self.url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{self.root}"
+        self.url = f"{parts.scheme}://{parts.netloc}{self.root}"
         self._open: set[http.client.HTTPConnection] = set()
         self._lock = threading.Lock()
         self.aborted = False
@@ -190,14 +193,36 @@ def _collect(events: Iterator[Any], began: float) -> Reply:
             break
         if not isinstance(event, dict) or event.get("error"):
             raise ServerError(f"the stream holds an error: {_told(json.dumps(event).encode())}")
-        usage = event.get("usage") or usage
-        for choice in event.get("choices") or ():
-            delta = choice.get("delta") or {}
+        usage = _object("usage", event.get("usage")) or usage
+        choices = event.get("choices") or ()
+        if not isinstance(choices, list | tuple):
+            raise ServerError(f"the stream holds choices that are no list: {_told(json.dumps(choices).encode())}")
+        for choice in choices:
+            delta = _object("delta", _object("choice", choice).get("delta"))
             if first is None and any(delta.get(name) for name in ("content", *_THOUGHTS)):
                 first = time.perf_counter() - began
-            parts.append(delta.get("content") or "")
+            parts.append(_text(delta.get("content")))
             reason = choice.get("finish_reason") or reason
     if not (whole or reason):
         raise ServerError(HUNG_UP)
     ended = time.perf_counter() - began
-    return Reply("".join(parts), reason, first, ended, usage.get("completion_tokens"), usage.get("prompt_tokens"))
+    tokens, prompt_tokens = (_whole(usage.get(f"{name}_tokens")) for name in ("completion", "prompt"))
+    return Reply("".join(parts), reason, first, ended, tokens, prompt_tokens)
+
+
+def _object(name: str, value: Any) -> dict[str, Any]:
+    """Nothing as an empty one. Raises ServerError for what is no object."""
+    if value is not None and not isinstance(value, dict):
+        raise ServerError(f"the stream holds a {name} that is no object: {_told(json.dumps(value).encode())}")
+    return value or {}
+
+
+def _text(value: Any) -> str:
+    if value is not None and not isinstance(value, str):
+        raise ServerError(f"the stream holds content that is no text: {_told(json.dumps(value).encode())}")
+    return value or ""
+
+
+def _whole(value: Any) -> int | None:
+    """A count; what is none is not told."""
+    return value if isinstance(value, int) and not isinstance(value, bool) else None

@@ -82,6 +82,7 @@ class Counted:
         tokens: emitted for all of its clients, the first token of each reply included.
         tau: tokens per round; how says which counters it comes from.
         gauges: as they stood at the end.
+        all_models: its series name models, and not the one that was asked for: everything is of all of them.
     """
 
     engine: str
@@ -93,6 +94,7 @@ class Counted:
     tau: float | None = None
     how: str = ""
     gauges: dict[str, float] = field(default_factory=dict)
+    all_models: bool = False
 
 
 def parse_page(text: str) -> list[Series]:
@@ -148,6 +150,7 @@ def count(before: Sequence[Series], after: Sequence[Series], model: str | None =
         tau=tau,
         how=how,
         gauges=gauges,
+        all_models=_names_others(after, names.tokens, model),
     )
 
 
@@ -180,6 +183,12 @@ def _of(page: Sequence[Series], name: str, model: str | None) -> list[Series]:
     found = [s for s in page if s.name in (name, f"{name}_total") and math.isfinite(s.value)]
     named = [s for s in found if s.labels.get("model_name") == model]
     return named or found
+
+
+def _names_others(page: Sequence[Series], name: str, model: str | None) -> bool:
+    """Whether a counter tells models apart and does not know this one."""
+    models = {s.labels["model_name"] for s in _of(page, name, None) if "model_name" in s.labels}
+    return model is not None and bool(models) and model not in models
 
 
 def _total(page: Sequence[Series], name: str, model: str | None, position: str | None = None) -> float | None:

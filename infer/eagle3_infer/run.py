@@ -3,13 +3,9 @@
 `bench.py` does the timing; this module decides the order of things and what is printed.
 """
 
-import signal
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,12 +18,13 @@ from eagle3_infer.bench import Bench
 from eagle3_infer.compare import compare_modes
 from eagle3_infer.config import SamplingConfig
 from eagle3_infer.explain import replay_explainer
-from eagle3_infer.html import write_html
 from eagle3_infer.models import draft_folder, draft_name, load_assistant, load_draft, load_target, pick_device
-from eagle3_infer.plots import check_matplotlib, write_charts
+from eagle3_infer.outputs import deliver, ignoring_ctrl_c
+from eagle3_infer.plots import check_matplotlib
 from eagle3_infer.prompt_sets import load_sets, sets_told
 from eagle3_infer.prompts import Prompt, has_template
-from eagle3_infer.report import Comparison, build_report, write_json
+from eagle3_infer.replies import Told
+from eagle3_infer.report import Comparison, build_report
 from eagle3_infer.retrace import trace_replies
 from eagle3_infer.settings import EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, RunSettings
 from eagle3_infer.table import render_report
@@ -58,14 +55,11 @@ def run(settings: RunSettings, argv: Sequence[str]) -> int:
     assistant = load_assistant(settings.assistant, target) if settings.assistant and settings.drafts_assisted else None
     bench = Bench(settings, target, head, prompts, Progress(), assistant)
     notes = settings.notes()
-    print("\n".join([*header_lines(settings, target, head, prompts), *(f"note: {text}" for text in notes)]))
+    print(name_unseen("\n".join([*header_lines(settings, target, head, prompts), *(f"note: {t}" for t in notes)])))
     bench.prepare()
     print(name_unseen(first_prompt_lines(bench.first_text, has_template(target.tokenizer))), flush=True)
     bench.run()
-    for note in bench.notes:
-        print(name_unseen(f"note: {note}"))
-    bench.notes[:0] = notes
-    return conclude(settings, argv, target, bench)
+    return conclude(settings, argv, target, bench, notes)
 
 
 def check_built(settings: RunSettings) -> None:
@@ -83,49 +77,28 @@ def choose_kernels(name: str | None, device: torch.device) -> None:
         raise ConfigError(f"--kernels: {error}") from error
 
 
-def conclude(settings: RunSettings, argv: Sequence[str], target: Target, bench: Bench) -> int:
-    """Compare, print the tables, write the report."""
-    with ignoring_ctrl_c() if bench.interrupted else nullcontext():
+def conclude(settings: RunSettings, argv: Sequence[str], target: Target, bench: Bench, notes: Sequence[str]) -> int:
+    """Compare, write the report, print its tables.
+
+    Args:
+        notes: those that were printed before the run.
+    """
+
+    def tell(interrupted: bool) -> Told:
+        bench.interrupted = bench.interrupted or interrupted
+        return trace_replies(bench)
+
+    with ignoring_ctrl_c(bench.interrupted):
+        said = [f"note: {note}" for note in bench.notes]
+        bench.notes[:0] = notes
         comparison = compare(settings, target, bench)
         report = build_report(describe_run(settings, argv, target, bench), bench.modes, comparison)
-        print("\n" + name_unseen(render_report(report)))
-        write_outputs(settings, report, bench)
+        if deliver(settings, report, "\n".join([*said, "", render_report(report)]).lstrip(), tell):
+            bench.interrupted = True
     if bench.interrupted:
         print("interrupted: the figures above cover what was finished", file=sys.stderr)
         return EXIT_INTERRUPTED
     return EXIT_BUG if comparison.of_kind("bug") else EXIT_OK
-
-
-@contextmanager
-def ignoring_ctrl_c() -> Iterator[None]:
-    """So that pressing it twice does not lose what the first time kept; only the main thread hears it at all."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def write_outputs(settings: RunSettings, report: dict[str, Any], bench: Bench) -> None:
-    """Write the report in every form that was asked for; Ctrl-C ends that, and counts as the bench's."""
-    try:
-        _write_outputs(settings, report, bench)
-    except KeyboardInterrupt:
-        bench.interrupted = True
-
-
-def _write_outputs(settings: RunSettings, report: dict[str, Any], bench: Bench) -> None:
-    if settings.json is not None:
-        write_json(report, Path(settings.json))
-        print(f"report: {settings.json}")
-    if settings.plot is not None:
-        print(f"charts: {', '.join(map(str, write_charts(report, Path(settings.plot)))) or 'nothing was measured'}")
-    if settings.html is not None:
-        write_html(report, trace_replies(bench), Path(settings.html))
-        print(f"page: {settings.html}")
 
 
 def compare(settings: RunSettings, target: Target, bench: Bench) -> Comparison:

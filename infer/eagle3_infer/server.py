@@ -91,17 +91,20 @@ class ServerBench:
         self.endpoint.chat(chat_body(self.settings, self.model, [message], most))
 
     def _repeat(self) -> None:
-        repeat, before = Repeat(), self._page()
+        repeat = Repeat()
         self.repeats.append(repeat)
+        before = self._page()
         began = time.perf_counter()
+        tries = 1
         try:
             self._converse_all(repeat)
+            tries = _SETTLE_TRIES
         finally:
             repeat.seconds = time.perf_counter() - began
             order = {prompt.id: place for place, prompt in enumerate(self.prompts)}
             repeat.answers.sort(key=lambda answer: (order[answer.prompt.id], answer.turn))
             if before is not None:
-                self._count(repeat, before)
+                self._count(repeat, before, tries)
 
     def _converse_all(self, repeat: Repeat) -> None:
         with ThreadPoolExecutor(self.settings.batch) as pool:
@@ -143,9 +146,9 @@ class ServerBench:
         self.metrics_path, text = found
         return parse_page(text)
 
-    def _count(self, repeat: Repeat, before: list[Series]) -> None:
+    def _count(self, repeat: Repeat, before: list[Series], tries: int) -> None:
         told = token_count(repeat.answers) or 0
-        for attempt in range(_SETTLE_TRIES):
+        for attempt in range(tries):
             if attempt:
                 time.sleep(_SETTLE_SECONDS)
             after = self._page()
@@ -165,14 +168,16 @@ class ServerBench:
             notes.append("the server tells no usage: its tokens are not counted")
         if self.settings.repeats > 1:
             notes.append("a server that caches prefixes answers later repeats' first tokens sooner")
+        if any(repeat.counted and repeat.counted.all_models for repeat in self.repeats):
+            notes.append(f"the server's counters know no model {self.model}: they are of all its models")
         return notes + self._foreign()
 
     def _foreign(self) -> list[str]:
-        """Counters are of all clients."""
+        """Counters are of all clients; that of the warm-up may come late."""
         for repeat in self.repeats:
             told = token_count(repeat.answers)
             tokens = repeat.counted.tokens if repeat.counted else None
-            if told is not None and tokens is not None and tokens > told and not repeat.failures:
+            if told is not None and tokens is not None and tokens > told + WARM_UP_TOKENS and not repeat.failures:
                 return [
                     f"the engine counted {tokens} tokens and this run got {told}: others used the server meanwhile, "
                     "and its acceptance is of their requests, too"

@@ -76,7 +76,8 @@ def build_server_report(run: dict[str, Any], repeats: Sequence[Repeat], server: 
     Args:
         server: what is known of the server before it was measured.
     """
-    shown = middle(repeats)
+    # an interrupt may come before the first
+    shown = middle(repeats) if repeats else Repeat()
     modes = {SERVER: summarise_server(repeats, server)} if shown.answers else {}
     return {
         "schema": SCHEMA,

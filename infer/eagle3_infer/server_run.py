@@ -4,21 +4,19 @@ import platform
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import eagle3
 from eagle3_infer.endpoint import Endpoint
-from eagle3_infer.html import write_html
-from eagle3_infer.plots import check_matplotlib, write_charts
+from eagle3_infer.outputs import deliver, ignoring_ctrl_c
+from eagle3_infer.plots import check_matplotlib
 from eagle3_infer.prompt_sets import load_sets, sets_told
-from eagle3_infer.replies import Told
-from eagle3_infer.report import write_json
 from eagle3_infer.run import Progress, how_drawn
 from eagle3_infer.server import ServerBench
 from eagle3_infer.server_report import SERVER, build_server_report, server_lines
 from eagle3_infer.settings import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK, RunSettings
 from eagle3_infer.table import render_report
+from eagle3_infer.unseen import name_unseen
 
 
 def run_server(settings: RunSettings, argv: Sequence[str]) -> int:
@@ -37,31 +35,25 @@ def run_server(settings: RunSettings, argv: Sequence[str]) -> int:
     notes = settings.notes()
     turns = sum(len(prompt.turns) for prompt in prompts)
     at_once = f", {settings.batch} at once" if settings.batch > 1 else ""
-    print(f"server   {endpoint.url}, model {model}")
-    print(
+    header = [
+        f"server   {endpoint.url}, model {model}",
         f"prompts  {sets_told(settings.prompts)}: {len(prompts)} prompts, {turns} turns{at_once}, "
-        f"up to {settings.max_new_tokens} new tokens, {how_drawn(settings)}"
-    )
-    print("\n".join(f"note: {text}" for text in notes), end="\n" * bool(notes), flush=True)
+        f"up to {settings.max_new_tokens} new tokens, {how_drawn(settings)}",
+    ]
+    print(name_unseen("\n".join([*header, *(f"note: {text}" for text in notes)])), flush=True)
     bench.run()
-    print("\n".join(f"note: {text}" for text in bench.notes), end="\n" * bool(bench.notes))
-    report = build_server_report(describe(settings, argv, bench, notes), bench.repeats, describe_server(bench))
-    return conclude(settings, report, bench)
+    return conclude(settings, argv, bench, notes)
 
 
-def conclude(settings: RunSettings, report: dict[str, Any], bench: ServerBench) -> int:
-    """Print the tables, write the report."""
-    print("\n" + render_report(report))
-    if SERVER in report["modes"]:
-        print("\n" + server_lines(report["modes"][SERVER]))
-    if settings.json is not None:
-        write_json(report, Path(settings.json))
-        print(f"report: {settings.json}")
-    if settings.plot is not None:
-        print(f"charts: {', '.join(map(str, write_charts(report, Path(settings.plot)))) or 'nothing to draw'}")
-    if settings.html is not None:
-        write_html(report, Told(), Path(settings.html))
-        print(f"page: {settings.html}")
+def conclude(settings: RunSettings, argv: Sequence[str], bench: ServerBench, notes: Sequence[str]) -> int:
+    """Write the report, print its tables; `notes` are those that were printed before the run."""
+    with ignoring_ctrl_c(bench.interrupted):
+        report = build_server_report(describe(settings, argv, bench, notes), bench.repeats, describe_server(bench))
+        said = ["\n".join(f"note: {text}" for text in bench.notes), render_report(report)]
+        if SERVER in report["modes"]:
+            said.append(server_lines(report["modes"][SERVER]))
+        if deliver(settings, report, "\n\n".join(part for part in said if part)):
+            bench.interrupted = True
     if bench.interrupted:
         print("interrupted: the figures above cover what was finished", file=sys.stderr)
         return EXIT_INTERRUPTED

@@ -36,7 +36,8 @@ def render_report(report: dict[str, Any]) -> str:
         return "nothing was measured"
     parts = [summary_table(report), *group_tables(report)]
     parts += [acceptance_lines(report), logprob_line(report), loop_lines(report), identity_lines(report["verify"])]
-    return "\n\n".join(part for part in parts if part)
+    # ids and texts of prompts and servers are anything
+    return name_unseen("\n\n".join(part for part in parts if part))
 
 
 def summary_table(report: dict[str, Any]) -> str:

@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,15 +14,17 @@ from eagle3_infer.compare import compare_modes
 from eagle3_infer.config import TreeConfig
 from eagle3_infer.costs import CostModel, row_tiers
 from eagle3_infer.models import draft_folder, load_draft, load_target, pick_device
+from eagle3_infer.outputs import deliver, ignoring_ctrl_c
 from eagle3_infer.prompt_sets import load_sets
 from eagle3_infer.prompts import Prompt
-from eagle3_infer.report import build_report, write_json
+from eagle3_infer.report import build_report
 from eagle3_infer.run import Progress, choose_kernels, describe_run, header_lines
 from eagle3_infer.settings import EXIT_INTERRUPTED, EXIT_OK, PLAIN, TUNE
 from eagle3_infer.table import align, render_report
 from eagle3_infer.tune_counts import count_offers, round_costs, wide_engine
 from eagle3_infer.tune_flags import TuneSettings, command_line, tree_key
 from eagle3_infer.tune_shapes import Prediction, around, at_bounds, finalists, predict
+from eagle3_infer.unseen import name_unseen
 
 SHOWN = 8
 # a fixed tree that is so close to the fastest is preferred to an adaptive one, and a smaller one to a larger
@@ -44,7 +45,8 @@ def tune(settings: TuneSettings, argv: Sequence[str]) -> int:
     head = load_draft(settings, target)
     most = settings.most.narrowed(head.draft_vocab_size)
     most.check_positions(target.max_positions)
-    print("\n".join([*header_lines(settings, target, head, prompts), *(f"note: {t}" for t in settings.notes())]))
+    lines = [*header_lines(settings, target, head, prompts), *(f"note: {text}" for text in settings.notes())]
+    print(name_unseen("\n".join(lines)))
     predictions, cost = predict_shapes(settings, target, head, prompts, most)
     print("\n" + prediction_lines(predictions, cost, settings.batch), flush=True)
     chosen = finalists(predictions, settings.finalists)
@@ -79,28 +81,33 @@ def conclude(
     cost: CostModel,
     most: TreeConfig,
 ) -> int:
-    """Print the finalists and the answer, write the report."""
+    """Write the report, print the finalists and the answer."""
     settings: Any = bench.settings
     sampled = settings.sampling.temperature > 0
-    report = build_report(
-        describe_run(settings, [TUNE, *argv], target, bench), bench.modes, compare_modes(bench.modes, None, sampled)
-    )
-    print(render_report(report))
-    tree = fastest(report["modes"], settings.trees)
-    print("\n" + answer_lines(report["modes"], tree, most, argv))
-    if settings.json is not None:
+    with ignoring_ctrl_c(bench.interrupted):
+        comparison = compare_modes(bench.modes, None, sampled)
+        report = build_report(describe_run(settings, [TUNE, *argv], target, bench), bench.modes, comparison)
+        modes, trees = report["modes"], settings.trees
+        tree = fastest(modes, trees)
         report["tune"] = {
             "costs": cost_figures(cost, settings.batch, most),
             "predicted": [asdict(each.tree) | each._asdict() | {"tree": tree_key(each.tree)} for each in predictions],
             "best": None if tree is None else asdict(tree),
-            "command": command_line(argv, tree),
+            "command": command_line(argv, tree) if timed(modes, trees) else None,
         }
-        write_json(report, Path(settings.json))
-        print(f"report: {settings.json}")
+        text = f"{render_report(report)}\n\n{answer_lines(modes, trees, most, argv)}"
+        if deliver(settings, report, text):
+            bench.interrupted = True
     if bench.interrupted:
         print("interrupted: the answer is of what was finished", file=sys.stderr)
         return EXIT_INTERRUPTED
     return EXIT_OK
+
+
+def timed(modes: dict[str, Any], trees: Sequence[TreeConfig]) -> dict[TreeConfig, float]:
+    """Speedups over plain decoding, of the trees that have one: an interrupt comes before some or all."""
+    gains = {tree: modes.get(tree_key(tree), {}).get("speedup_vs_plain") for tree in trees}
+    return {tree: gain for tree, gain in gains.items() if gain is not None}
 
 
 def fastest(modes: dict[str, Any], trees: Sequence[TreeConfig]) -> TreeConfig | None:
@@ -108,7 +115,7 @@ def fastest(modes: dict[str, Any], trees: Sequence[TreeConfig]) -> TreeConfig | 
 
     Of those that are as good as the fastest, a fixed one, and the smallest.
     """
-    gains = {tree: modes.get(tree_key(tree), {}).get("speedup_vs_plain") or 0.0 for tree in trees}
+    gains = timed(modes, trees)
     best = max(gains.values(), default=0.0)
     if best <= 1.0:
         return None
@@ -116,10 +123,13 @@ def fastest(modes: dict[str, Any], trees: Sequence[TreeConfig]) -> TreeConfig | 
     return min(close, key=lambda tree: (tree.adaptive, tree.nodes))
 
 
-def answer_lines(modes: dict[str, Any], tree: TreeConfig | None, most: TreeConfig, argv: Sequence[str]) -> str:
-    """What to use, how fast it was, and the command."""
+def answer_lines(modes: dict[str, Any], trees: Sequence[TreeConfig], most: TreeConfig, argv: Sequence[str]) -> str:
+    """What to use, how fast it was, and the command; neither where no tree was timed."""
     if PLAIN not in modes:
         return "nothing was measured"
+    known, tree = timed(modes, trees), fastest(modes, trees)
+    if not known:
+        return "no tree was timed beside plain decoding: there is no answer"
     if tree is None:
         lines = ["use plain decoding: no tree was faster here"]
     else:
@@ -132,6 +142,8 @@ def answer_lines(modes: dict[str, Any], tree: TreeConfig | None, most: TreeConfi
         if (bounds := at_bounds(tree, most)) and not tree.adaptive:
             flags = ", ".join(f"--tree-{name.replace('_', '-')}" for name in bounds)
             lines.append(f"it is as large as was looked at: a larger {flags} may find a better one")
+    if len(known) < len(trees):
+        lines.append(f"only {len(known)} of the {len(trees)} trees to be timed were: another may be faster")
     lines += ["", f"  {command_line(argv, tree)}"]
     if tree is not None:
         lines.append(f"  or, in Python: {_constructor(tree)}")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from eagle3_infer.metrics_page import count, parse_page
+from eagle3_infer.metrics_page import Series, count, parse_page
 
 VLLM = """\
 # HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
@@ -115,9 +115,27 @@ def test_a_restart_is_no_measurement():
 def test_other_models_on_the_page():
     mixed = VLLM + VLLM.replace('model_name="m"', 'model_name="other"').replace("{drafts}", "777")
     zero = dict.fromkeys(("drafts", "offered", "accepted", "first", "second", "tokens", "requests"), 0)
-    counted = between(mixed, zero, zero | {"drafts": 10, "accepted": 5, "tokens": 20, "requests": 1})
+    grown = zero | {"drafts": 10, "accepted": 5, "first": 5, "tokens": 20, "requests": 1}
+    counted = between(mixed, zero, grown)
     assert counted is not None
-    assert counted.rounds == 10
+    # the other's counters grow as well, but for its rounds
+    assert (counted.rounds, counted.accepted, counted.accepted_by_position) == (10, 5, [5, 0])
+    assert counted.tokens == 20
+    assert not counted.all_models
+
+
+def test_a_page_that_does_not_know_the_model_is_of_all_of_them():
+    mixed = VLLM + VLLM.replace('model_name="m"', 'model_name="other"')
+    zero = dict.fromkeys(("drafts", "offered", "accepted", "first", "second", "tokens", "requests"), 0)
+    before, after = (parse_page(mixed.format(**(zero | grown))) for grown in ({}, {"drafts": 10, "tokens": 20}))
+    counted = count(before, after, "alias")
+    assert counted is not None
+    assert (counted.tokens, counted.all_models) == (40, True)
+    # nothing is amiss where models are not told apart, or none was asked for
+    for page, name in (([Series(s.name, {}, s.value) for s in after], "alias"), (after, None)):
+        found = count(page, page, name)
+        assert found is not None
+        assert not found.all_models
 
 
 def test_engines_of_one_server_are_summed():

@@ -10,10 +10,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from eagle3_infer import server_run
 from eagle3_infer.cli import main, parse_settings
-from eagle3_infer.endpoint import Endpoint, ServerError
+from eagle3_infer.endpoint import Endpoint, ServerError, _collect
 from eagle3_infer.report import ModeRun, summarise_mode
-from eagle3_infer.server import MOST_FAILURES, chat_body
+from eagle3_infer.server import MOST_FAILURES, WARM_UP_TOKENS, chat_body
 from eagle3_infer.table import render_report
 
 WORDS = ["Hel", "lo", " there", ", ", "friend"]
@@ -28,6 +29,7 @@ class Stub(ThreadingHTTPServer):
     """
 
     daemon_threads = True
+    failure = "out of\nmemory"
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
@@ -94,7 +96,7 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(404, '{"detail": "Not Found"}')
             return
         if what == "500":
-            self.answer(500, '{"error": {"message": "out of\\nmemory", "code": 500}}')
+            self.answer(500, json.dumps({"error": {"message": self.server.failure, "code": 500}}))
             return
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
@@ -316,6 +318,100 @@ def test_a_server_that_dies_is_given_up(stub, measure, tmp_path):
     assert report["modes"]["server"]["tokens"] == 10
     assert len(stub.bodies) == 3 + MOST_FAILURES
     assert "gave up" in printed.out
+
+
+def test_ctrl_c_before_the_first_request(measure, monkeypatch):
+    """While the metrics page is fetched, which a server under load may leave hanging."""
+    monkeypatch.setattr(Endpoint, "metrics", lambda self: signal.raise_signal(signal.SIGINT))
+    code, report, printed = measure()
+    assert code == 130
+    assert (report["modes"], report["outputs"], report["run"]["interrupted"]) == ({}, [], True)
+    assert "nothing was measured" in printed.out
+
+
+def test_a_second_ctrl_c_loses_nothing(stub, measure, monkeypatch):
+    def impatient(report):
+        signal.raise_signal(signal.SIGINT)
+        return render_report(report)
+
+    answered = []
+
+    def show(self, text):
+        answered.append(text)
+        if text.startswith("server: 1 of"):
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(server_run.Progress, "show", show)
+    monkeypatch.setattr(server_run, "render_report", impatient)
+    # counters that never arrive are not waited for
+    monkeypatch.setattr(Stub, "page", lambda self: "vllm:generation_tokens_total 1")
+    began = time.monotonic()
+    code, report, _ = measure()
+    assert code == 130
+    assert time.monotonic() - began < 1.5
+    assert len(report["outputs"]) == 2
+
+
+def test_what_a_server_writes_cannot_act_on_the_terminal(stub, measure, monkeypatch):
+    monkeypatch.setattr(Stub, "failure", "\x1b[2J\u202egone")
+    stub.script = {2: "500"}
+    code, report, printed = measure("--server-model", "stub\x1b[31m")
+    assert code == 2
+    assert not {"\x1b", "\u202e"} & set(printed.out + printed.err)
+    assert "model stub[U+001B][31m" in printed.out
+    assert "[U+001B][2J[U+202E]gone" in printed.out
+    # the file has it as it was
+    assert report["run"]["target"] == "stub\x1b[31m"
+
+
+def test_a_model_that_the_counters_do_not_know_is_told(measure):
+    _, report, printed = measure("--server-model", "alias")
+    assert "know no model alias: they are of all its models" in printed.out
+    assert report["modes"]["server"]["server"]["counted"]["all_models"]
+    assert "know no model" not in measure()[2].out
+
+
+def test_a_warm_up_that_is_counted_late_accuses_nobody(stub, measure, monkeypatch):
+    pages = iter([0, 5 * 3 + WARM_UP_TOKENS])
+    monkeypatch.setattr(Stub, "page", lambda self: f"vllm:generation_tokens_total {next(pages)}")
+    _, report, printed = measure()
+    assert report["modes"]["server"]["server"]["counted"]["tokens"] == 5 * 3 + WARM_UP_TOKENS
+    assert "others" not in printed.out
+
+
+@pytest.mark.parametrize(
+    "event, said",
+    [
+        ({"choices": [3]}, "choice that is no object"),
+        ({"choices": {"a": 1}}, "choices that are no list"),
+        ({"choices": [{"delta": "x"}]}, "delta that is no object"),
+        ({"choices": [{"delta": {"content": ["x"]}}]}, "content that is no text"),
+        ({"usage": 5}, "usage that is no object"),
+    ],
+)
+def test_streams_of_another_form(event, said):
+    with pytest.raises(ServerError, match=said):
+        _collect(iter([event, None]), 0.0)
+
+
+def test_counts_that_are_none_are_not_told():
+    reply = _collect(iter([{"usage": {"completion_tokens": "many", "prompt_tokens": None}}, None]), 0.0)
+    assert (reply.tokens, reply.prompt_tokens) == (None, None)
+
+
+@pytest.mark.parametrize("url", ["http://me:key@h:1", "http://:key@h:1", "http://h:1/v1?api_key=key"])
+def test_keys_in_the_address_are_refused(url, measure):
+    """Else they would stand in the report's command and settings."""
+    code, report, printed = measure("--server", url)
+    assert (code, report) == (2, None)
+    assert "$OPENAI_API_KEY" in printed.err
+    assert "key@" not in printed.err
+
+
+def test_addresses_that_are_none(measure):
+    code, _, printed = measure("--server", "http://[1")
+    assert code == 2
+    assert "expected http://host:port" in printed.err
 
 
 def test_a_silent_server(stub):

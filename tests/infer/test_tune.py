@@ -50,19 +50,33 @@ def test_the_fastest_by_measured_speedup(gains, expected):
 
 
 def test_answer_names_the_command_and_the_bounds():
-    told = answer_lines(modes(large=1.5), LARGE, TreeConfig(4, 8, 16), ["--threads", "2"])
+    told = answer_lines(modes(large=1.5), [LARGE], TreeConfig(4, 8, 16), ["--threads", "2"])
     assert "use tree[d4k4n16]: 60.0 tokens/s, 1.50x plain decoding" in told
     assert "eagle3-infer --threads 2 --mode tree --tree-depth 4 --tree-top-k 4 --tree-nodes 16" in told
     assert "TreeConfig(depth=4, top_k=4, nodes=16)" in told
     assert "a larger --tree-depth, --tree-nodes may find" in told
-    assert "larger" not in answer_lines(modes(large=1.5), LARGE, MOST, [])
+    assert "larger" not in answer_lines(modes(large=1.5), [LARGE], MOST, [])
 
 
 def test_plain_decoding_is_an_answer():
-    told = answer_lines(modes(large=0.9), None, MOST, ["--batch", "8"])
+    told = answer_lines(modes(large=0.9), [LARGE], MOST, ["--batch", "8"])
     assert "no tree was faster" in told
     assert "eagle3-infer --batch 8 --mode plain" in told
-    assert answer_lines({}, None, MOST, []) == "nothing was measured"
+    assert "trees to be timed" not in told
+    assert answer_lines({}, [LARGE], MOST, []) == "nothing was measured"
+
+
+def test_an_interrupt_before_the_trees_is_no_answer():
+    """Of none that was timed nothing follows; of some, what they showed, with a word on the others."""
+    told = answer_lines(modes(), [LARGE, SMALL], MOST, [])
+    assert "no tree was timed" in told
+    assert "eagle3-infer" not in told
+    assert "use" not in told.split()
+    unfinished = modes(large=1.5)
+    unfinished[tree_key(SMALL)] = {"speedup_vs_plain": None}
+    told = answer_lines(unfinished, [LARGE, SMALL, CHAIN], MOST, [])
+    assert "use tree[d4k4n16]" in told
+    assert "only 1 of the 3 trees" in told
 
 
 @pytest.mark.parametrize("tree", [None, SMALL, CHAIN, ADAPTIVE])
