@@ -54,7 +54,9 @@ def _drafting(target: Target, kind: str, assistant: Assistant | None) -> dict[st
     if kind != HF_ASSISTED:
         return {}
     assert assistant is not None
-    if assistant.model.config.get_text_config().vocab_size == target.vocab_size:
+    # as many ids need not be the same ids
+    alike = assistant.model.config.get_text_config().vocab_size == target.vocab_size
+    if alike and assistant.tokenizer.get_vocab() == target.tokenizer.get_vocab():
         return {"assistant_model": assistant.model}
     # drafts are then carried over as text
     tokenizers = {"tokenizer": target.tokenizer, "assistant_tokenizer": assistant.tokenizer}
@@ -66,8 +68,8 @@ def hf_generate(
 ) -> list[Result]:
     """Replies to requests that differ in their prompts alone, as one batch that runs until the last one is done.
 
-    Prefill is the time to the first tokens, which charges it with generate's set-up. Each request has an equal share
-    of the seconds.
+    Prefill is the time to the first tokens, which charges it with generate's set-up; where that forward verified drafts
+    as well, `split_seconds` parts the two. Each request has an equal share of the seconds.
 
     Raises:
         ConfigError: transformers does not draft for such a target or with such settings.
@@ -87,7 +89,7 @@ def hf_generate(
             **stopping(target, first, ids.shape[1], bool(drafting)),
             **drafting,
         )
-    prefill, decode = rounds.first - start, now(target.device) - rounds.first
+    prefill, decode = split_seconds(rounds.first - start, now(target.device) - rounds.first, rounds.runs)
     replies, share = rows[:, ids.shape[1] :].tolist(), len(requests)
     # behind a reply's end comes what the longer ones of its batch made necessary, or drafts past a stop string; the
     # reply of one that does not draft is shown as it is
@@ -221,6 +223,18 @@ class Rounds(BaseStreamer):
 
     def end(self) -> None:
         pass
+
+
+def split_seconds(first: float, rest: float, runs: Sequence[int]) -> tuple[float, float]:
+    """Prefill and decoding, of the seconds to the first tokens and those after them.
+
+    A first forward that gave more than one token read the prompt and verified drafts in one: it is charged with a round
+    of mean length, as `run_lengths` counts one. Where no round came after it nothing tells how long: it stays prefill.
+    """
+    if runs[0] == 1 or len(runs) == 1:
+        return first, rest
+    round_seconds = min(first, rest / (len(runs) - 1))
+    return first - round_seconds, rest + round_seconds
 
 
 def run_lengths(runs: Sequence[int], count: int) -> list[int]:

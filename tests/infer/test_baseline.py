@@ -8,7 +8,7 @@ import torch
 
 from eagle3.errors import ConfigError
 from eagle3.target import Target
-from eagle3_infer.baseline import hf_decoder, left_padded, run_lengths
+from eagle3_infer.baseline import _drafting, hf_decoder, left_padded, run_lengths, split_seconds
 from eagle3_infer.config import SamplingConfig
 from eagle3_infer.models import Assistant
 from eagle3_infer.request import STAGES, Request
@@ -130,13 +130,39 @@ def test_drafting_changes_how_many_forwards_it_takes_and_nothing_else(drafting_t
     # the prefill is a round where it verified drafts and took one
     assert len(counts) - 1 <= drafted.rounds <= len(counts)
     assert drafted.rounds < expected.rounds == len(expected.token_ids) - 1
-    assert drafted.seconds["prefill"] > 0 and drafted.seconds["other"] > 0
+    assert drafted.seconds["prefill"] >= 0 and drafted.seconds["other"] > 0
 
 
 def test_an_assistant_of_another_vocabulary_drafts_as_text(drafting_target):
     [expected] = replies(drafting_target, [request := Request(LOOPING, max_new_tokens=12)], 1)
     [drafted] = replies(drafting_target, [request], 1, HF_ASSISTED, assistant_of(vocab_size=320, seed=3))
     assert drafted.token_ids == expected.token_ids
+
+
+def test_as_many_ids_are_not_the_same_ids(drafting_target):
+    """Of another tokenizer with a vocabulary of the same size, drafts go over as text, too."""
+    like, unlike = assistant_of(), assistant_of()
+    vocabulary = unlike.tokenizer.get_vocab()
+    first, second = list(vocabulary)[:2]
+    swapped = vocabulary | {first: vocabulary[second], second: vocabulary[first]}
+    unlike.tokenizer.get_vocab = lambda: swapped
+    assert "assistant_tokenizer" not in _drafting(drafting_target, HF_ASSISTED, like)
+    assert "assistant_tokenizer" in _drafting(drafting_target, HF_ASSISTED, unlike)
+
+
+@pytest.mark.parametrize(
+    "runs, expected",
+    [
+        ([1, 3, 2], (4.0, 6.0)),
+        # the first forward read the prompt and was a round: its tokens count, and so does its time
+        ([4, 2, 2, 2], (2.0, 8.0)),
+        # never more than there is, and nothing where no round tells how long one takes
+        ([4, 2], (0.0, 10.0)),
+        ([4], (4.0, 6.0)),
+    ],
+)
+def test_a_first_forward_that_verified_drafts_is_charged_with_a_round(runs, expected):
+    assert split_seconds(4.0, 6.0, runs) == expected
 
 
 def test_a_stop_string_inside_accepted_drafts_ends_the_reply(drafting_target):

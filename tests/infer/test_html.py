@@ -173,6 +173,28 @@ def test_slower_is_said():
     assert said.endswith("Drafting did not pay here: plain decoding was faster.")
 
 
+def test_drafts_without_a_head_that_are_faster_are_said():
+    """Prompt lookup needs no training: what it gains is part of the answer."""
+    seconds = drafting_modes()[0].outputs[0].seconds
+    modes = [*drafting_modes()[:1], ModeRun("tree", TREE, [[traced_output("tree", seconds=seconds | {"verify": 0.4})]])]
+    for verify, expected in ((0.01, True), (9.0, False)):
+        lookup = ModeRun("hf_prompt_lookup", {}, [[output("hf_prompt_lookup", [4, 4], seconds={
+            **seconds, "verify": verify})]])  # fmt: skip
+        (said,) = headline(report_of([*modes, lookup])["modes"])
+        assert said.endswith("But HF prompt lookup was faster.") == expected
+        assert ("lookup" in said) == expected
+
+
+def test_the_fastest_of_an_interrupted_run_is_so_over_shared_replies():
+    """An interrupted mode's own rate may be of easier replies than the others'."""
+    report = report_of(drafting_modes())["modes"]
+    chain, tree = report["chain"], report["tree"]
+    chain |= {"tokens_per_second": 99.0, "speedup_vs_plain": 1.1}
+    tree |= {"tokens_per_second": 50.0, "speedup_vs_plain": 1.5}
+    (said,) = headline({"plain": report["plain"], "chain": chain, "tree": tree})
+    assert said.startswith("Fastest draft: tree")
+
+
 def test_what_has_no_glyph_is_named():
     assert text("a\u202eb\x1b\n&") == "a[U+202E]b[U+001B]\n&amp;"
 
