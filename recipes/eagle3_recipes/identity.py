@@ -28,20 +28,19 @@ class Identity:
     def digest(self) -> str:
         return blake2b(json.dumps(self.differing, sort_keys=True).encode(), digest_size=5).hexdigest()
 
-    def check(self, folder: Path) -> None:
-        """Raises ConfigError where the run of this digest in a folder was made under other defaults."""
-        if not (file := folder / "settings.json").is_file():
+    def check(self, file: Path, made: Path) -> None:
+        """Raises ConfigError where the settings in a file, of the run of this digest that left `made`, were others: the
+        defaults have changed. A run without such a file counts as one of today's defaults."""
+        if not file.is_file():
             return
         try:
             kept = dict(json.loads(file.read_text(encoding="utf-8")))
         except (ValueError, TypeError) as error:
-            raise ConfigError(f"{file} cannot be read ({error}); move {folder} away") from None
+            raise ConfigError(f"{file} cannot be read ({error}); move {made} away") from None
         changed = [k for k in self.full if k in kept and kept[k] != self.full[k]]
         if changed:
             told = ", ".join(f"{k} was {kept[k]!r}, is {self.full[k]!r}" for k in changed)
-            raise ConfigError(
-                f"{folder} was made under other defaults ({told}); move it away, or give another --output"
-            )
+            raise ConfigError(f"{made} was made under other defaults ({told}); move it away, or give another --output")
 
 
 def content(path: Path | str | None) -> str | None:

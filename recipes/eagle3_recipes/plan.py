@@ -3,7 +3,7 @@
 import json
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
@@ -151,6 +151,10 @@ class PlannedRun:
     def report(self, evaluation: Evaluation) -> Path:
         return self.folder / f"evaluate-{evaluation.identity.digest}.json"
 
+    def settings(self, evaluation: Evaluation) -> Path:
+        """What the evaluation's identity is, beside its report."""
+        return self.report(evaluation).with_suffix(".settings.json")
+
 
 def plan(sweep: Sweep, options: Options) -> list[PlannedRun]:
     """All runs, the first seed of every variant before the second of any.
@@ -167,6 +171,8 @@ def plan(sweep: Sweep, options: Options) -> list[PlannedRun]:
     seeds = options.seeds or sweep.seeds
     folders: dict[str, Path] = {}
     runs = [_run(sweep, options, name, given, seed, folders) for seed in seeds for name, given in chosen.items()]
+    if not sweep.trains:
+        runs = [run for one in runs if (run := _drawn(one, seeds[0])).evaluations]
     for i, run in enumerate(runs):
         if same := [other.name for other in runs[:i] if other.digests == run.digests]:
             raise ConfigError(f"{sweep.path}: {run.name} is the same run as {same[0]}; leave one out")
@@ -198,7 +204,17 @@ def _run(sweep: Sweep, options: Options, name: str, given: Settings, seed: int, 
     if identity.digest not in folders:
         folders[identity.digest] = _folder(options.output / "runs", f"{name}-s{seed}", identity)
     folder = folders[identity.digest]
-    return PlannedRun(name, seed, given, identity.digest, folder, training, evaluations)
+    run = PlannedRun(name, seed, given, identity.digest, folder, training, evaluations)
+    for evaluation in evaluations:
+        if (report := run.report(evaluation)).is_file():
+            evaluation.identity.check(run.settings(evaluation), report)
+    return run
+
+
+def _drawn(run: PlannedRun, first: int) -> PlannedRun:
+    """Without what another seed gives as well: at T=0 nothing is drawn."""
+    kept = tuple(one for one in run.evaluations if run.seed == first or one.temperature > 0)
+    return replace(run, evaluations=kept)
 
 
 def _training(sweep: Sweep, options: Options, given: Settings, seed: int) -> Training:
@@ -215,7 +231,7 @@ def _folder(root: Path, name: str, identity: Identity) -> Path:
     found = sorted(root.glob(f"*-{identity.digest}"))
     slug = re.sub(r"[^\w.=,-]+", "_", name)[:60]
     folder = found[0] if found else root / f"{slug}-{identity.digest}"
-    identity.check(folder)
+    identity.check(folder / "settings.json", folder)
     return folder
 
 

@@ -1,11 +1,11 @@
 """One picture of a sweep: every seed a dot, the mean a mark. Knows records; matplotlib is the extra `plot`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from eagle3_recipes.results import Record, label
+from eagle3_recipes.results import Record, mode_rows
 from eagle3_recipes.sweep import Sweep
 
 DPI = 110
@@ -13,7 +13,6 @@ DPI = 110
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555", "#000000")
 MARKS = "osD^vP*X"
 TAU = "tau (tokens per round)"
-Namer = Callable[[Record], str]
 
 
 def draw(sweep: Sweep, records: Sequence[Record], path: Path) -> bool:
@@ -29,9 +28,9 @@ def draw(sweep: Sweep, records: Sequence[Record], path: Path) -> bool:
     elif "x" in sweep.plot:
         _draw_lines(figure, measured, sweep.plot)
     else:
-        names = list(dict.fromkeys(map(label, measured)))
-        _draw_dots(figure.subplots(), measured, names, label)
-        figure.set_size_inches(6, 1 + 0.3 * len(names))
+        rows = mode_rows(measured)
+        _draw_dots(figure.subplots(), rows)
+        figure.set_size_inches(6, 1 + 0.3 * len(rows))
     figure.suptitle(sweep.question, fontsize=10)
     figure.savefig(path, dpi=DPI, metadata={"Software": None})
     return True
@@ -45,7 +44,8 @@ def _draw_training(figure: Any, records: Sequence[Record]) -> None:
     figure.set_size_inches(2.6 + 2.4 * (len(modes) + 1), 1.5 + 0.4 * len(variants))
     *panels, last = figure.subplots(1, len(modes) + 1)
     for axes, (mode, temperature) in zip(panels, modes, strict=True):
-        _draw_dots(axes, [r for r in records if (r["mode"], r["temperature"]) == (mode, temperature)], variants)
+        shown = [r for r in records if (r["mode"], r["temperature"]) == (mode, temperature)]
+        _draw_dots(axes, [(name, [r for r in shown if r["variant"] == name]) for name in variants])
         axes.set_title(f"{mode} T={temperature:g}" if several else mode, fontsize=9)
         if axes is not panels[0]:
             axes.set_yticklabels([])
@@ -67,15 +67,15 @@ def _draw_alpha(axes: Any, rows: Sequence[Record], place: int) -> None:
     axes.fill_between(steps, [min(v) for v in values], [max(v) for v in values], color=look["color"], alpha=0.15, lw=0)
 
 
-def _draw_dots(axes: Any, records: Sequence[Record], names: Sequence[str], key: Namer = lambda r: r["variant"]) -> None:
+def _draw_dots(axes: Any, rows: Sequence[tuple[str, Sequence[Record]]]) -> None:
     """A row per name: seeds as dots, their mean as a bar."""
-    for y, name in enumerate(names):
-        values = [r["tau"] for r in records if key(r) == name]
+    for y, (_, records) in enumerate(rows):
+        values = [r["tau"] for r in records]
         if values:
             axes.plot(values, [y] * len(values), ".", color=_look(y)["color"], ms=8, alpha=0.5)
             axes.plot(mean(values), y, "|", color=_look(y)["color"], ms=16, mew=2.5)
-    axes.set_yticks(range(len(names)), names, fontsize=8)
-    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=8)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlabel(TAU)
     axes.grid(axis="x", alpha=0.3)
 

@@ -1,9 +1,11 @@
 """What a run left on disk, as records: one per variant, seed, temperature and mode."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from eagle3_infer.names import mode_title
 from eagle3_recipes.plan import Evaluation, PlannedRun
 
 Record = dict[str, Any]
@@ -45,16 +47,31 @@ def result(run: PlannedRun) -> Record:
 
 
 def training_figures(run: PlannedRun) -> Record | None:
-    """Size and length of the training, and its last held-out figures; None: it has not ended."""
+    """Size and length of the training, and its last held-out figures; None: it has not ended.
+
+    `update_seconds` are of all parts of a resumed run; `wall_seconds`, loading and all, None where a part was killed.
+    """
     if not trained(run):
         return None
     record = _read(run.head / "run.json")
     lines = [json.loads(line) for line in (run.head / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     held_out = [line for line in lines if line.get("split") == "eval"][-1]
-    seconds = sum(part.get("seconds") or 0 for part in [*record["previous"], record])
+    parts = [part.get("seconds") for part in [*record["previous"], record]]
+    wall = None if None in parts else sum(parts)
+    updates = record["train_seconds"] if "train_seconds" in record else _update_seconds(lines)
     kept = ("tau", "loss", "alpha", "accept", "accept_chain", "coverage")
     sizes = {key: record[key] for key in ("step", "tokens", "parameters")}
-    return {**sizes, "seconds": seconds, **{key: held_out[key] for key in kept}}
+    return {**sizes, "update_seconds": updates, "wall_seconds": wall, **{key: held_out[key] for key in kept}}
+
+
+def _update_seconds(lines: list[Record]) -> float:
+    """Of a run whose record is older than `train_seconds`: by the speeds that it logged."""
+    seconds, before = 0.0, 0
+    for line in lines:
+        if "tokens_per_second" in line:
+            seconds += (line["tokens"] - before) / line["tokens_per_second"]
+            before = line["tokens"]
+    return seconds
 
 
 def records(results: list[Record]) -> list[Record]:
@@ -76,18 +93,25 @@ def records(results: list[Record]) -> list[Record]:
     return rows
 
 
-def label(mode: Record) -> str:
-    """A mode with the shape of its tree and its rule, which the report's key leaves out where they are its first."""
-    if "depth" not in mode:
-        return mode["kind"]
-    rule = "" if mode["rule"] == "match" else f" {mode['rule']}"
-    noise = "" if mode["draft_noise"] == "none" else f" {mode['draft_noise']} noise"
-    return f"{mode['kind']} d{mode['depth']}k{mode['top_k']}n{mode['nodes']}{rule}{noise}"
+def mode_rows(records: Sequence[Record]) -> list[tuple[str, list[Record]]]:
+    """Records that differ in their seed alone, by the name that a table or a picture shows of them."""
+    groups: dict[tuple[Any, ...], list[Record]] = {}
+    for record in records:
+        groups.setdefault((record["variant"], record.get("temperature"), record.get("mode")), []).append(record)
+    variants, temperatures = ({key[i] for key in groups if key[i] is not None} for i in (0, 1))
+
+    def name(record: Record) -> str:
+        parts = [record["variant"]] if len(variants) > 1 else []
+        parts += [f"T={record['temperature']:g}"] if len(temperatures) > 1 and "mode" in record else []
+        return "  ".join([*parts, record.get("title", "-")])
+
+    return [(name(rows[0]), rows) for rows in groups.values()]
 
 
 def _mode(key: str, mode: Record) -> Record:
     """The figures of a mode that tables and plots show."""
-    settings = {k: mode["settings"][k] for k in ("depth", "top_k", "nodes", "rule", "draft_noise") if mode["settings"]}
+    settings = {k: v for k, v in mode["settings"].items() if k != "lossless"}
+    settings["title"] = mode_title(key, mode)
     settings["kind"] = key.partition("[")[0]
     if settings.get("top_k", 1) > 1:
         # a line of a plot over nodes

@@ -40,6 +40,8 @@ def note_settings(run: PlannedRun) -> None:
     identity = run.evaluations[0].without_temperature if run.training is None else run.training.identity
     run.folder.mkdir(parents=True, exist_ok=True)
     write_json(run.folder / "settings.json", identity.full)
+    for evaluation in run.evaluations:
+        write_json(run.settings(evaluation), evaluation.identity.full)
 
 
 def _after(run: PlannedRun, first: Callable[[], None]) -> Callable[[], None]:

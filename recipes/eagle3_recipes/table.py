@@ -1,4 +1,5 @@
-"""One table of a sweep: means over seeds, their spread, and what the spread covers. Also as CSV, a row per run."""
+"""One table of a sweep: means over seeds, their spread, and what the spread covers. Also as CSV, a row per run,
+temperature and mode."""
 
 import csv
 from collections.abc import Callable, Iterable, Sequence
@@ -6,9 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
-from eagle3_recipes.results import Record, label
+from eagle3_recipes.results import Record, mode_rows
 
 UNTOLD = "~"
+SPREAD = "± is half the range over seeds; all answer the same prompts, so it is not the error of the measurement"
+ALONE = "figures without ± are of one seed, whose spread is not known: differences are no findings"
+GREEDY = "(at T=0 nothing is drawn: one seed is all)"
+OTHER_REPLIES = "above T=0 rules other than match answer with other texts: their figures are of other replies"
+MINUTES = "minutes are of updates; the run that fills a feature store computes the target's features in them"
 
 
 @dataclass(frozen=True)
@@ -65,13 +71,15 @@ def training_table(results: Sequence[Record], idle: bool) -> str:
         columns.append(Column("held-out tau", lambda r: r["training"] and r["training"]["tau"]))
     columns += [Column(f"alpha {k}", _alpha(k)) for k in range(max(steps, default=0))]
     columns.append(Column("tokens", lambda r: r["training"] and r["training"]["tokens"], 0))
-    columns.append(Column("minutes", lambda r: r["training"] and r["training"]["seconds"] / 60, 1))
-    return _text(_groups(results, lambda r: r["variant"]), columns)
+    columns.append(Column("minutes", lambda r: r["training"] and r["training"]["update_seconds"] / 60, 1))
+    groups: dict[str, list[Record]] = {}
+    for one in results:
+        groups.setdefault(one["variant"], []).append(one)
+    return _text(list(groups.items()), columns, ALONE, [MINUTES])
 
 
 def inference_table(records: Sequence[Record], idle: bool) -> str:
     """A row per variant and mode."""
-    several = len({r["variant"] for r in records}) > 1
     columns = [Column("tau", lambda r: r.get("tau")), Column("nodes/round", lambda r: r.get("nodes_per_round"), 1)]
     columns.append(Column("used", lambda r: r.get("utilisation"), 3))
     if idle:
@@ -80,14 +88,9 @@ def inference_table(records: Sequence[Record], idle: bool) -> str:
             Column("vs plain", lambda r: r.get("speedup_vs_plain"), 2),
             Column("vs HF", lambda r: r.get("speedup_vs_hf"), 2),
         ]
-    temperatures = len({r.get("temperature") for r in records}) > 1
-
-    def name(record: Record) -> str:
-        parts = [record["variant"]] if several else []
-        parts += [f"T={record['temperature']:g}"] if temperatures and "temperature" in record else []
-        return "  ".join([*parts, label(record) if "mode" in record else "-"])
-
-    return _text(_groups(records, name), columns)
+    drawn = any(r.get("temperature") and r.get("rule", "match") != "match" for r in records)
+    alone = f"{ALONE} {GREEDY}" if any(r.get("temperature") == 0 for r in records) else ALONE
+    return _text(mode_rows(records), columns, alone, [OTHER_REPLIES] if drawn else [])
 
 
 def write_csv(records: Iterable[Record], path: Path) -> None:
@@ -102,36 +105,34 @@ def write_csv(records: Iterable[Record], path: Path) -> None:
     temporary.replace(path)
 
 
-def _groups(rows: Sequence[Record], name: Callable[[Record], str]) -> dict[str, list[Record]]:
-    groups: dict[str, list[Record]] = {}
-    for row in rows:
-        groups.setdefault(name(row), []).append(row)
-    return groups
-
-
-def _text(groups: dict[str, list[Record]], columns: Sequence[Column]) -> str:
-    cells = {
-        name: [Cell(tuple(v for r in rows if (v := column.pick(r)) is not None)) for column in columns]
-        for name, rows in groups.items()
-    }
-    first = next(iter(cells.values()), [])
+def _text(
+    groups: Sequence[tuple[str, list[Record]]], columns: Sequence[Column], alone: str, more: Sequence[str]
+) -> str:
+    """A line per group; `alone` is said where a cell holds one seed, `more` always."""
+    cells = [
+        [Cell(tuple(v for r in rows if (v := column.pick(r)) is not None)) for column in columns] for _, rows in groups
+    ]
+    first = cells[0] if cells else []
     lines = [["variant", *(column.title for column in columns), "runs"]]
-    for name, row in cells.items():
+    for (name, rows), row in zip(groups, cells, strict=True):
         shown = [cell.text(column.digits) for cell, column in zip(row, columns, strict=True)]
         if row is not first:
             marks = [UNTOLD if len(a.values) > 1 and a.overlaps(b) else "" for a, b in zip(row, first, strict=True)]
             shown = [text + mark for text, mark in zip(shown, marks, strict=True)]
-        whole = sum(bool(r.get("complete", r.get("status") == "done")) for r in groups[name])
-        lines.append([name, *shown, f"{whole}" if whole == len(groups[name]) else f"{whole} of {len(groups[name])}"])
+        whole = sum(bool(r.get("complete", r.get("status") == "done")) for r in rows)
+        lines.append([name, *shown, f"{whole}" if whole == len(rows) else f"{whole} of {len(rows)}"])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    rows = [
+    told = [
         "  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))])
         for line in lines
     ]
-    notes = ["± is half the range over seeds"] if any(len(c.values) > 1 for row in cells.values() for c in row) else []
+    seeds = {len(cell.values) for row in cells for cell in row}
+    notes = [SPREAD] if any(count > 1 for count in seeds) else []
+    if 1 in seeds:
+        notes.append(alone)
     if any(UNTOLD in cell for line in lines[1:] for cell in line[1:]):
         notes.append(f"{UNTOLD} the ranges of this and of the first row meet: no difference was found")
-    return "\n".join([rows[0], "-" * len(rows[0]), *rows[1:], *notes])
+    return "\n".join([told[0], "-" * len(told[0]), *told[1:], *notes, *more])
 
 
 def _of_mode(place: tuple[float, str], figure: str) -> Callable[[Record], float | None]:

@@ -66,7 +66,15 @@ class FakeRunner:
     def train(self, head, steps, flags):
         for name in ("last", "checkpoints/step-1"):
             (head / name).mkdir(parents=True)
-        record = {"ended": "now", "seconds": 60.0, "previous": [], "step": 5, "tokens": 2000, "parameters": 7}
+        record = {
+            "ended": "now",
+            "seconds": 60.0,
+            "train_seconds": 48.0,
+            "previous": [],
+            "step": 5,
+            "tokens": 2000,
+            "parameters": 7,
+        }
         (head / "run.json").write_text(json.dumps(record))
         (head / "last/tau").write_text(str(1.3 + 0.1 * steps + 0.01 * int(flags["seed"])))
         rates = [0.5] * steps
@@ -85,6 +93,7 @@ def mode(key, tau):
     tau = 1.0 if key == "plain" else tau
     return {
         "settings": drafts,
+        "lossy": False,
         "tau": tau,
         "tau_prompt_mean": tau,
         "tokens": 100,

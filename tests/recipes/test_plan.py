@@ -97,11 +97,35 @@ def test_temperatures_are_runs_of_their_own(sweep):
     flags = [[flags_of(evaluation_command(r, e, 1)) for e in r.evaluations] for r in runs]
     assert [[(f["temperature"], f["seed"]) for f in row] for row in flags] == [
         [("0", "3"), ("1", "3")],
-        [("0", "4"), ("1", "4")],
+        # at T=0 another seed is the same run
+        [("1", "4")],
     ]
     assert all("draft" not in f for row in flags for f in row)
     with pytest.raises(ConfigError, match="trains nothing"):
         planned(sweep, budget=Budget(5))
+
+
+def test_seeds_that_draw_nothing_are_left_out(sweep):
+    """One greedy run, shown as three that agree to the last digit."""
+    sweep.write_text("variants: {a: {}}\nseeds: [3, 4]\nevaluate: {mode: chain, hf: none}\n")
+    assert [run.name for run in planned(sweep)] == ["a s3"]
+    assert [run.name for run in planned(sweep, seeds=(4,))] == ["a s4"]
+
+
+def test_a_report_of_other_defaults_is_told(sweep):
+    """An evaluation from before a default of eagle3-infer changed; one that left no report is free to start anew."""
+    run = planned(sweep)[0]
+    note_settings(run)
+    [evaluation] = run.evaluations
+    kept = run.settings(evaluation)
+    kept.write_text(json.dumps(json.loads(kept.read_text()) | {"batch": 77}))
+    assert planned(sweep)
+    run.report(evaluation).write_text("{}")
+    with pytest.raises(ConfigError, match=r"evaluate-\w+\.json was made under other defaults \(batch was 77, is \d+\)"):
+        planned(sweep)
+    # reports from before the settings were kept
+    kept.unlink()
+    assert planned(sweep)
 
 
 def test_stores_are_shared_by_layers(sweep):

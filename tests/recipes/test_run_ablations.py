@@ -211,7 +211,9 @@ def test_no_sweep_of_that_name(tmp_path, capsys):
 
 def test_a_grid_of_one_head(sweep, runner, capsys):
     """Speeds that a busy machine measured are not shown."""
-    sweep.write_text("variants: {shipped: {}}\nseeds: [0, 1]\nevaluate: {mode: [plain, chain], hf: none}\n")
+    sweep.write_text(
+        "variants: {shipped: {}}\nseeds: [0, 1]\nevaluate: {mode: [plain, chain], hf: none, temperature: 1}\n"
+    )
     assert run(sweep) == 0
     assert not any("train_draft.py" in command[1] for command in runner.commands)
     table = capsys.readouterr().out

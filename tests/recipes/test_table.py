@@ -1,0 +1,90 @@
+"""Tables of a sweep: what is a group of seeds, and what a figure's notes say of it."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from eagle3_recipes.results import mode_rows, records, training_figures
+from eagle3_recipes.table import ALONE, OTHER_REPLIES, SPREAD, inference_table, training_table
+
+RULES = {"rule": "match", "draft_noise": "shared", "draft_sharpness": 1.0, "threshold": 0.3}
+TREE = {"depth": 2, "top_k": 1, "nodes": 2, "level_weight": 1.0, "adaptive": False}
+
+
+def record(key, tau, seed=0, temperature=1.0, **settings):
+    """A row of a sweep without training."""
+    from eagle3_infer.names import mode_title
+
+    settings = {**TREE, **RULES, **settings}
+    title = mode_title(key, {"settings": settings, "lossy": False})
+    place = {"variant": "a", "seed": seed, "status": "done", "temperature": temperature, "mode": key}
+    return {**place, **settings, "title": title, "tau": tau}
+
+
+def trained(variant, steps, seed=0):
+    figures = {"alpha": [0.5] * steps, "tau": 1.0 + steps / 2, "tokens": 100, "update_seconds": 60.0}
+    return {"variant": variant, "seed": seed, "settings": {}, "complete": True, "training": figures, "evaluations": []}
+
+
+@pytest.mark.parametrize("setting", ["draft_sharpness", "level_weight"])
+def test_settings_are_not_averaged_as_seeds(setting):
+    """Two sharpnesses or level weights, shown as one row with a spread."""
+    rows = [record("chain[a]", 1.5, seed) for seed in (0, 1)]
+    rows += [record("chain[b]", 2.5, seed, **{setting: 1.3}) for seed in (0, 1)]
+    groups = mode_rows(rows)
+    assert [[r["tau"] for r in group] for _, group in groups] == [[1.5, 1.5], [2.5, 2.5]]
+    assert len({name for name, _ in groups}) == 2
+    table = inference_table(rows, idle=False)
+    assert "1.500 ±0.000" in table
+    assert "2.500 ±0.000" in table
+    assert "1.3" in table
+
+
+def test_taus_of_unlike_rollouts_are_not_compared():
+    """A chain of one step, whose tau is at most 2, below one of three."""
+    assert "held-out tau" not in training_table([trained("three", 3), trained("one", 1)], idle=False)
+    assert "held-out tau" in training_table([trained("three", 3), trained("other", 3)], idle=False)
+
+
+def test_one_seed_is_no_finding():
+    one, both = [trained("a", 2)], [trained("a", 2), trained("a", 2, seed=1)]
+    assert ALONE in training_table(one, idle=False)
+    assert SPREAD not in training_table(one, idle=False)
+    assert ALONE not in training_table(both, idle=False)
+    assert SPREAD in training_table(both, idle=False)
+
+
+def test_rules_that_answer_otherwise_are_told():
+    """tau of a rule with other replies, beside that of match."""
+    assert OTHER_REPLIES in inference_table([record("chain", 1.5, rule="rejection", draft_noise="none")], idle=False)
+    assert OTHER_REPLIES not in inference_table([record("chain", 1.5)], idle=False)
+    greedy = record("chain", 1.5, temperature=0.0, rule="rejection", draft_noise="none")
+    assert OTHER_REPLIES not in inference_table([greedy], idle=False)
+
+
+@pytest.fixture
+def head(tmp_path):
+    """Of a run that was killed once: logged 100 tokens at 2 a second, then 100 at 4."""
+    (tmp_path / "last").mkdir()
+    lines = [
+        {"step": 1, "tokens": 100, "tokens_per_second": 2.0},
+        {"step": 2, "tokens": 200, "tokens_per_second": 4.0},
+        {"step": 2, "split": "eval", "tau": 1.5, "loss": 2.0, "alpha": [0.5], "accept": [], "accept_chain": []},
+    ]
+    lines[-1]["coverage"] = 0.9
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return tmp_path
+
+
+@pytest.mark.parametrize("told, expected", [({"train_seconds": 70.0}, 70.0), ({}, 75.0)])
+def test_seconds_of_a_resumed_run(head, told, expected):
+    """Minutes of the last part alone; records older than `train_seconds`."""
+    parts = {"ended": "now", "seconds": 30.0, "previous": [{"ended": None}]}
+    (head / "run.json").write_text(json.dumps({**parts, "step": 2, "tokens": 200, "parameters": 7, **told}))
+    figures = training_figures(SimpleNamespace(head=head))
+    assert figures is not None
+    assert (figures["update_seconds"], figures["wall_seconds"]) == (expected, None)
+    result = {**trained("a", 1), "training": figures}
+    assert f"{expected / 60:.1f}" in training_table([result], idle=False).splitlines()[2]
+    assert records([result])[0]["train.update_seconds"] == expected
