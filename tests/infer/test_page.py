@@ -13,7 +13,7 @@ import pytest
 from eagle3_infer.html import write_html
 from oracles.reports import FULL, HOSTILE, ROUNDS, TEXTS, TOKENS, drafting_modes, report_of, told_of
 
-webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed: pip install 'eagle3[dev]'")
+webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed: pip install '.[dev]'")
 CHROMIUM, DRIVER = which("chromium"), which("chromedriver")
 pytestmark = pytest.mark.skipif(
     not (CHROMIUM and DRIVER), reason="no chromium and chromedriver: apt-get install chromium chromium-driver"

@@ -6,9 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import to_hex
-from PIL import Image
 
 from eagle3.errors import ConfigError
 from eagle3_infer import plots
@@ -18,6 +15,11 @@ from eagle3_infer.plots import Mode, write_charts
 from eagle3_infer.report import ModeRun, Output, build_report
 from eagle3_infer.request import STAGES
 from oracles.tiny import tiny_folder
+
+pytest.importorskip("matplotlib", reason="the extra `plot` is not installed: pip install '.[plot]'")
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_hex
+from PIL import Image
 
 
 def output(mode, runs, id="a", seconds=1.0, prompt_tokens=10, **counts):
@@ -178,7 +180,7 @@ def test_names_do_not_overlap(draw, count):
 
 def test_a_missing_matplotlib_is_told_before_anything_is_loaded(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(plots, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'eagle3\[plot\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[plot\]'"):
         write_charts(report_of(), tmp_path)
     assert main(["--target", "nowhere", "--plot", str(tmp_path / "charts")]) == 2
     assert "needs matplotlib" in capsys.readouterr().err and not (tmp_path / "charts").exists()

@@ -64,7 +64,7 @@ def _asked_for(name: str) -> bool:
 
 def _prepare_deepspeed(on_cpu: bool) -> None:
     if find_spec("deepspeed") is None:
-        raise ConfigError("this launch asks for DeepSpeed, which is not installed: pip install 'eagle3[scale]'")
+        raise ConfigError("this launch asks for DeepSpeed, which is not installed: pip install '.[scale]'")
     if not on_cpu:
         return
     if torch.accelerator.is_available():
