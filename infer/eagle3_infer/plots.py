@@ -61,7 +61,7 @@ class Point(NamedTuple):
 def check_matplotlib() -> None:
     """Raises ConfigError where there is none."""
     if find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib, which is not installed; pip install 'eagle3[plot]' brings it")
+        raise ConfigError("--plot needs matplotlib, which is not installed; pip install '.[plot]' brings it")
 
 
 def write_charts(report: dict[str, Any], folder: Path) -> list[Path]:
