@@ -12,11 +12,11 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from eagle3.files import replace_file
 from eagle3_infer.figures import text
 from eagle3_infer.html_charts import Modes, acceptance_figures, cost_figures, speed_figures, table
 from eagle3_infer.names import key_name, mode_title
 from eagle3_infer.replies import Told
-from eagle3_infer.report import replace_file
 from eagle3_infer.settings import HF_ASSISTED, HF_PROMPT_LOOKUP
 from eagle3_infer.table import (
     GROUPS,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import io
-import os
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from eagle3.errors import ConfigError
+from eagle3.files import replace_file
 from eagle3_infer import levels
 from eagle3_infer.levels import FEW_ROUNDS, context_order, shares_given, shares_overall
 from eagle3_infer.names import mode_title
@@ -255,12 +254,6 @@ def _legend_below(figure: Figure) -> None:
 
 
 def _save(figure: Figure, path: Path, command: str) -> Path:
-    image = io.BytesIO()
-    figure.savefig(image, format="png", dpi=DPI, metadata={"Description": command})
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(image.getvalue())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replace_file(path, binary=True) as file:
+        figure.savefig(file, format="png", dpi=DPI, metadata={"Description": command})
     return path

@@ -1,16 +1,14 @@
 """From outputs to the report of DESIGN section 9: counting and dividing, nothing of models or terminals."""
 
 import json
-import os
-import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from statistics import median
-from typing import Any, TextIO
+from statistics import median_low
+from typing import Any
 
+from eagle3.files import replace_file
 from eagle3_infer.loops import in_loop, outside_loops
 from eagle3_infer.request import STAGES, Result
 from eagle3_infer.settings import HF, PLAIN
@@ -63,7 +61,7 @@ class ModeRun:
 
     @property
     def outputs(self) -> list[Output]:
-        """The repeat of median speed: the one every figure but the speedups is taken from."""
+        """The repeat of median speed, the lower of two: the one every figure but the speedups is taken from."""
         ranked = sorted(self.complete.values(), key=lambda outputs: decode_rate(outputs) or 0.0)
         return ranked[(len(ranked) - 1) // 2] if ranked else []
 
@@ -163,9 +161,9 @@ def summarise_mode(mode: ModeRun, by_key: dict[str, ModeRun]) -> dict[str, Any]:
         "end_to_end_tokens_per_second": _ratio(
             sum(len(o.token_ids) for o in outputs), sum(o.total_seconds for o in outputs)
         ),
-        "speedup_vs_plain": median(vs_plain) if vs_plain else None,
+        "speedup_vs_plain": median_low(vs_plain) if vs_plain else None,
         "speedup_vs_plain_spread": _spread(vs_plain),
-        "speedup_vs_hf": median(vs_hf) if vs_hf else None,
+        "speedup_vs_hf": median_low(vs_hf) if vs_hf else None,
         "speedup_vs_hf_spread": _spread(vs_hf),
         "seconds_by_stage": stages,
         "offered_by_level": offered,
@@ -187,7 +185,7 @@ def _of_set(mode: ModeRun, name: str, by_key: dict[str, ModeRun]) -> dict[str, A
     """What `_pooled` tells, and the speedups, of one set of the prompts."""
     own, others = mode.of_set(name), {key: other.of_set(name) for key, other in by_key.items()}
     speedups = {f"speedup_vs_{short}": own.speedups(others.get(key)) for short, key in (("plain", PLAIN), ("hf", HF))}
-    return _pooled(own.outputs) | {key: median(ratios) if ratios else None for key, ratios in speedups.items()}
+    return _pooled(own.outputs) | {key: median_low(ratios) if ratios else None for key, ratios in speedups.items()}
 
 
 def summarise_verify(comparison: Comparison) -> dict[str, Any]:
@@ -280,24 +278,6 @@ def write_json(report: dict[str, Any], path: Path) -> None:
     """Write under a temporary name beside `path`, then rename."""
     with replace_file(path) as file:
         json.dump(report, file, indent=1, ensure_ascii=False, allow_nan=False)
-
-
-@contextmanager
-def replace_file(path: Path) -> Iterator[TextIO]:
-    """A text file under a temporary name, which takes `path` once the block is done; an error leaves `path` as it was."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        # a lone surrogate (an argument or an id that is no text) becomes the escape that JSON has for it
-        with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
-            yield file
-        # mkstemp makes files private; a report is as readable as any other file
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(name, 0o666 & ~mask)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
 
 
 def _pooled(outputs: Sequence[Output]) -> dict[str, Any]:

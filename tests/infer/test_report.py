@@ -157,6 +157,16 @@ def test_speedups_are_taken_within_a_repeat():
     assert "2.00x (1.25 - 2.00)" in render_report(summary)
 
 
+def test_of_two_repeats_every_figure_is_the_lower_ones():
+    """Speeds and speedups by one rule, so that they are of one run."""
+    repeats = [[output("tree", [3, 3], verify=seconds)] for seconds in (1.0, 2.0)]
+    plain = [[output("plain", [1] * 6, verify=4.0)] for _ in repeats]
+    modes = [mode_run("plain", plain[0], more_repeats=plain[1:]), mode_run("tree", repeats[0], TREE, repeats[1:])]
+    mode = build_report({}, modes, compare_modes(modes, None, False))["modes"]["tree"]
+    assert mode["tokens_per_second"] == mode["tokens_per_second_spread"][0] == pytest.approx(6 / 2.5)
+    assert mode["speedup_vs_plain"] == mode["speedup_vs_plain_spread"][0] == pytest.approx(4.5 / 2.5)
+
+
 def test_a_repeat_that_only_one_mode_finished_makes_no_pair():
     plain = mode_run("plain", [output("plain", [1] * 6)], more_repeats=[[output("plain", [1] * 6, verify=9.0)]])
     tree = mode_run("tree", [output("tree", [6])], TREE, [[]])
