@@ -24,6 +24,8 @@ class Column:
     title: str
     pick: Callable[[Record], float | None]
     digits: int = 3
+    # whether its rows are told from the first one, or not
+    judged: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,14 +64,14 @@ def training_table(results: Sequence[Record], idle: bool) -> str:
     columns: list[Column] = []
     for place in modes:
         label = f"{place[1]}{f' T={place[0]:g}' if several else ''}"
-        columns.append(Column(f"{label} tau", _of_mode(place, "tau")))
+        columns.append(Column(f"{label} tau", _of_mode(place, "tau"), judged=True))
         if idle:
             columns.append(Column(f"{label} vs plain", _of_mode(place, "speedup_vs_plain"), 2))
     steps = {len(r["training"]["alpha"]) for r in results if r["training"]}
     if len(steps) == 1:
         # a chain as deep as the rollout: taus of several rollouts do not compare
-        columns.append(Column("held-out tau", lambda r: r["training"] and r["training"]["tau"]))
-    columns += [Column(f"alpha {k}", _alpha(k)) for k in range(max(steps, default=0))]
+        columns.append(Column("held-out tau", lambda r: r["training"] and r["training"]["tau"], judged=True))
+    columns += [Column(f"alpha {k}", _alpha(k), judged=True) for k in range(max(steps, default=0))]
     columns.append(Column("tokens", lambda r: r["training"] and r["training"]["tokens"], 0))
     columns.append(Column("minutes", lambda r: r["training"] and r["training"]["update_seconds"] / 60, 1))
     groups: dict[str, list[Record]] = {}
@@ -117,8 +119,9 @@ def _text(
     for (name, rows), row in zip(groups, cells, strict=True):
         shown = [cell.text(column.digits) for cell, column in zip(row, columns, strict=True)]
         if row is not first:
-            marks = [UNTOLD if len(a.values) > 1 and a.overlaps(b) else "" for a, b in zip(row, first, strict=True)]
-            shown = [text + mark for text, mark in zip(shown, marks, strict=True)]
+            pairs = zip(columns, row, first, strict=True)
+            untold = [column.judged and len(a.values) > 1 and a.overlaps(b) for column, a, b in pairs]
+            shown = [text + UNTOLD * mark for text, mark in zip(shown, untold, strict=True)]
         whole = sum(bool(r.get("complete", r.get("status") == "done")) for r in rows)
         lines.append([name, *shown, f"{whole}" if whole == len(rows) else f"{whole} of {len(rows)}"])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
