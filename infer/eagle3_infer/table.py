@@ -64,9 +64,7 @@ def summary_notes(report: dict[str, Any]) -> list[str]:
     if slower:
         notes.append(f"Slower than plain decoding here: {', '.join(slower)}.")
     if any(_spread(mode["tokens_per_second_spread"]) for mode in modes.values()):
-        notes.append(
-            "tok/s, speedups: median of the repeats (lowest - highest); a speedup is taken within a repeat."
-        )
+        notes.append("tok/s, speedups: median of the repeats (lowest - highest); a speedup is taken within a repeat.")
     return notes
 
 

@@ -2,6 +2,7 @@
 
 import json
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -82,7 +83,8 @@ def test_seconds_of_a_resumed_run(head, told, expected):
     """Minutes of the last part alone; records older than `train_seconds`."""
     parts = {"ended": "now", "seconds": 30.0, "previous": [{"ended": None}]}
     (head / "run.json").write_text(json.dumps({**parts, "step": 2, "tokens": 200, "parameters": 7, **told}))
-    figures = training_figures(SimpleNamespace(head=head))
+    run: Any = SimpleNamespace(head=head)
+    figures = training_figures(run)
     assert figures is not None
     assert (figures["update_seconds"], figures["wall_seconds"]) == (expected, None)
     result = {**trained("a", 1), "training": figures}
