@@ -24,6 +24,8 @@ METRICS = ("/metrics", "/prometheus/metrics")
 IDLE_SECONDS = 600.0
 HUNG_UP = "the server hung up in the middle of a reply"
 _SHOWN = 200
+# beyond it floats no longer count one by one
+_MOST_TOKENS = 2**53
 # generated as well, but no part of the reply; either name, by the server's age
 _THOUGHTS = ("reasoning_content", "reasoning")
 
@@ -38,7 +40,7 @@ class Reply:
 
     Args:
         first, seconds: from the request to the first text and to the end; first is None where no text came.
-        tokens, prompt_tokens: as the server's `usage` says; None where it does not.
+        tokens, prompt_tokens: as the server's `usage` says; None where it does not, or says what cannot be.
     """
 
     text: str
@@ -47,6 +49,11 @@ class Reply:
     seconds: float
     tokens: int | None = None
     prompt_tokens: int | None = None
+
+    @property
+    def only_thoughts(self) -> bool:
+        """Whether something was generated, and none of it is the reply."""
+        return self.first is not None and not self.text
 
 
 class Endpoint:
@@ -80,12 +87,15 @@ class Endpoint:
         """The first model that the server lists. Raises ConfigError where it lists none, ServerError unreachable."""
         status, body = self.get(MODELS)
         try:
-            return str(json.loads(body)["data"][0]["id"])
-        except (ValueError, KeyError, IndexError, TypeError):
+            name = json.loads(body)["data"][0]["id"]
+        except (ValueError, KeyError, IndexError, TypeError, RecursionError):
+            name = None
+        if not isinstance(name, str) or not name:
             raise ConfigError(
                 f"{self.url}{MODELS} answered {status} and no list of models; is it an OpenAI-compatible server? "
                 "Name its model with --server-model"
-            ) from None
+            )
+        return name
 
     def metrics(self) -> tuple[str, str] | None:
         """Path and text of the first metrics page that answers; None where none does."""
@@ -158,7 +168,7 @@ def _headers(body: bytes | None) -> dict[str, str]:
 def _told(body: bytes) -> str:
     """What an error's body says, on one line and cut short."""
     text = body.decode("utf-8", errors="replace")
-    with suppress(ValueError, AttributeError, TypeError):
+    with suppress(ValueError, AttributeError, TypeError, RecursionError):
         found = json.loads(text)
         inner = found.get("error", found)
         text = str(inner.get("message", text)) if isinstance(inner, dict) else str(inner)
@@ -179,7 +189,7 @@ def _events(response: http.client.HTTPResponse) -> Iterator[Any]:
         if data:
             try:
                 yield json.loads(data)
-            except ValueError:
+            except (ValueError, RecursionError):
                 raise ServerError(f"the stream holds an event that is no JSON: {_told(data)}") from None
 
 
@@ -198,15 +208,19 @@ def _collect(events: Iterator[Any], began: float) -> Reply:
         if not isinstance(choices, list | tuple):
             raise ServerError(f"the stream holds choices that are no list: {_told(json.dumps(choices).encode())}")
         for choice in choices:
-            delta = _object("delta", _object("choice", choice).get("delta"))
+            choice = _object("choice", choice)
+            delta = _object("delta", choice.get("delta"))
             if first is None and any(delta.get(name) for name in ("content", *_THOUGHTS)):
                 first = time.perf_counter() - began
-            parts.append(_text(delta.get("content")))
-            reason = choice.get("finish_reason") or reason
+            parts.append(_text("content", delta.get("content")))
+            reason = _text("finish_reason", choice.get("finish_reason")) or reason
     if not (whole or reason):
         raise ServerError(HUNG_UP)
     ended = time.perf_counter() - began
-    tokens, prompt_tokens = (_whole(usage.get(f"{name}_tokens")) for name in ("completion", "prompt"))
+    tokens, prompt_tokens = (_count(usage.get(f"{name}_tokens")) for name in ("completion", "prompt"))
+    if first is not None:
+        # something came, so that 0 cannot be
+        tokens = tokens or None
     return Reply("".join(parts), reason, first, ended, tokens, prompt_tokens)
 
 
@@ -217,12 +231,13 @@ def _object(name: str, value: Any) -> dict[str, Any]:
     return value or {}
 
 
-def _text(value: Any) -> str:
+def _text(name: str, value: Any) -> str:
     if value is not None and not isinstance(value, str):
-        raise ServerError(f"the stream holds content that is no text: {_told(json.dumps(value).encode())}")
+        raise ServerError(f"the stream holds a {name} that is no text: {_told(json.dumps(value).encode())}")
     return value or ""
 
 
-def _whole(value: Any) -> int | None:
-    """A count; what is none is not told."""
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+def _count(value: Any) -> int | None:
+    """A count of tokens; what cannot be one is not told."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    return value if whole and 0 <= value <= _MOST_TOKENS else None

@@ -12,6 +12,10 @@ from dataclasses import dataclass, field
 # name{labels} value [timestamp] [# exemplar]; braces, commas and blanks may stand inside a label's quotes
 _SAMPLE = re.compile(r'([A-Za-z_:][\w:]*)\s*(?:\{((?:[^"}]|"(?:\\.|[^"\\])*")*)\})?\s+(\S+)(?:\s+-?[\d.]+)?(?:\s+#.*)?')
 _LABEL = re.compile(r'(\w+)\s*=\s*"((?:\\.|[^"\\])*)"')
+# a position's label; int() takes other digits than these, and refuses some that isdigit() takes
+_POSITION = re.compile(r"[0-9]{1,4}")
+# beyond it floats no longer count one by one
+_MOST = 2.0**53
 _ESCAPES = {r"\\": "\\", r"\"": '"', r"\n": "\n"}
 
 
@@ -125,20 +129,15 @@ def count(before: Sequence[Series], after: Sequence[Series], model: str | None =
     Args:
         model: its series alone, where the page tells several models apart.
     """
-    names = next((names for names in ENGINES if _total(after, names.tokens, model) is not None), None)
+    names = next((names for names in ENGINES if _of(after, names.tokens, model)), None)
     if names is None:
         return None
-
-    def grown(name: str | None) -> int | None:
-        end = None if name is None else _total(after, name, model)
-        # a counter that appears with its first use was 0 before
-        return None if name is None or end is None else round(end - (_total(before, name, model) or 0.0))
-
-    found = {key: grown(getattr(names, key)) for key in ("tokens", "requests", "drafts", "offered", "accepted")}
-    if any(value is not None and value < 0 for value in found.values()):
-        return Counted(names.engine, how="its counters fell during the run: it was restarted")
+    keys = ("tokens", "requests", "drafts", "offered", "accepted")
+    found = {key: _grown(before, after, getattr(names, key), model) for key in keys}
+    positions = _by_position(before, after, names.by_position, model)
+    if wrong := _impossible(found, positions):
+        return Counted(names.engine, how=wrong)
     tau, rounds, how = _tau(found)
-    positions = _by_position(before, after, names.by_position, model) if names.by_position else []
     gauges = {name: value for name in names.gauges if (value := _gauge(after, name, model)) is not None}
     return Counted(
         names.engine,
@@ -154,6 +153,26 @@ def count(before: Sequence[Series], after: Sequence[Series], model: str | None =
     )
 
 
+def _impossible(found: Mapping[str, int | None], positions: Sequence[int]) -> str:
+    """Why no figure can be made of this growth; empty where it is possible."""
+    if any(value is not None and value < 0 for value in (*found.values(), *positions)):
+        return "its counters fell during the run: it was restarted"
+    accepted, drafts = found["accepted"], found["drafts"]
+    # accepted tokens may be more than the emitted ones, as replies are trimmed at their ends
+    most, of = (found["tokens"], "generated") if found["offered"] is None else (found["offered"], "drafted")
+    pairs = (
+        ("accepted tokens", accepted, f"{of} tokens", most),
+        ("accepted tokens by position", sum(positions), "accepted tokens", accepted),
+        # a round emits one token at least
+        ("drafts", drafts, "generated tokens", found["tokens"]),
+        ("accepted tokens of one position", max(positions, default=0), "drafts", drafts),
+    )
+    for name, part, bound, whole in pairs:
+        if part is not None and whole is not None and part > whole:
+            return f"its counters contradict each other: {part} {name}, {whole} {bound}"
+    return ""
+
+
 def _tau(found: Mapping[str, int | None]) -> tuple[float | None, int | None, str]:
     """Tokens per round, rounds, and from which counters; None where they do not suffice."""
     drafts, accepted, tokens, requests = (found[key] for key in ("drafts", "accepted", "tokens", "requests"))
@@ -166,21 +185,34 @@ def _tau(found: Mapping[str, int | None]) -> tuple[float | None, int | None, str
     if accepted and emitted is not None and emitted > accepted:
         rounds = emitted - accepted
         return emitted / rounds, rounds, "rounds = generated tokens - requests - accepted; each emits one of its own"
-    return None, None, ""
+    drafted = drafts or accepted or found["offered"]
+    return None, None, "it counted drafts, and not what they emitted" if drafted else ""
 
 
-def _by_position(before: Sequence[Series], after: Sequence[Series], name: str, model: str | None) -> list[int]:
-    positions = {s.labels.get("position", "") for s in _of(after, name, model)}
-    ordered = sorted(int(position) for position in positions if position.isdigit())
-    return [
-        round((_total(after, name, model, str(p)) or 0.0) - (_total(before, name, model, str(p)) or 0.0))
-        for p in ordered
-    ]
+def _by_position(before: Sequence[Series], after: Sequence[Series], name: str | None, model: str | None) -> list[int]:
+    """Growth of each position, nothing where one of them cannot be told."""
+    labels = {s.labels.get("position", "") for s in _of(after, name, model)} if name else set()
+    ordered = sorted((label for label in labels if _POSITION.fullmatch(label)), key=int)
+    grown = [_grown(before, after, name, model, label) for label in ordered]
+    return [value for value in grown if value is not None] if None not in grown else []
+
+
+def _grown(
+    before: Sequence[Series], after: Sequence[Series], name: str | None, model: str | None, position: str | None = None
+) -> int | None:
+    """A counter's growth; None where the engine has none, or where a page's value cannot be a count."""
+    end = None if name is None else _total(after, name, model, position)
+    if name is None or end is None:
+        return None
+    start = _total(before, name, model, position)
+    # a counter that appears with its first use was 0 before
+    grown = end - (0.0 if start is None else start)
+    return None if math.isnan(grown) else round(grown)
 
 
 def _of(page: Sequence[Series], name: str, model: str | None) -> list[Series]:
     """All series of a counter or gauge: of every engine and rank, and of one model where several are told apart."""
-    found = [s for s in page if s.name in (name, f"{name}_total") and math.isfinite(s.value)]
+    found = [s for s in page if s.name in (name, f"{name}_total")]
     named = [s for s in found if s.labels.get("model_name") == model]
     return named or found
 
@@ -192,11 +224,15 @@ def _names_others(page: Sequence[Series], name: str, model: str | None) -> bool:
 
 
 def _total(page: Sequence[Series], name: str, model: str | None, position: str | None = None) -> float | None:
-    found = [s for s in _of(page, name, model) if position is None or s.labels.get("position") == position]
-    return sum(s.value for s in found) if found else None
+    """The sum of a counter's series; None without any, NaN where one cannot be a count."""
+    found = [s.value for s in _of(page, name, model) if position is None or s.labels.get("position") == position]
+    if not found:
+        return None
+    return sum(found) if all(0 <= value <= _MOST for value in found) else math.nan
 
 
 def _gauge(page: Sequence[Series], name: str, model: str | None) -> float | None:
     """The mean of its ranks."""
-    found = [s.value for s in _of(page, name, model)]
-    return sum(found) / len(found) if found else None
+    found = [s.value for s in _of(page, name, model) if math.isfinite(s.value)]
+    # divided first: a sum may be beyond a float's range
+    return sum(value / len(found) for value in found) if found else None

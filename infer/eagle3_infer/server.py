@@ -165,7 +165,12 @@ class ServerBench:
         if self.gave_up:
             notes.append(f"gave up after {MOST_FAILURES} failures in a row")
         if any(token_count(repeat.answers) is None for repeat in self.repeats):
-            notes.append("the server tells no usage: its tokens are not counted")
+            notes.append("the server tells no usage, or one that cannot be: its tokens are not counted")
+        if thoughts := sum(answer.reply.only_thoughts for repeat in self.repeats for answer in repeat.answers):
+            notes.append(
+                f"{thoughts} replies are thoughts alone: their text, and their place in a later turn's history, is "
+                "empty; a larger --max-new-tokens may leave room for an answer"
+            )
         if self.settings.repeats > 1:
             notes.append("a server that caches prefixes answers later repeats' first tokens sooner")
         if any(repeat.counted and repeat.counted.all_models for repeat in self.repeats):

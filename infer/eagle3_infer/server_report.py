@@ -55,7 +55,9 @@ class Repeat:
         answers = self.answers if answers is None else answers
         tokens = token_count(answers)
         decode = sum(answer.reply.seconds - answer.first for answer in answers) * self.share
-        return None if tokens is None or not decode else (tokens - len(answers)) / decode
+        # an empty reply has no first token
+        begun = sum(answer.reply.tokens != 0 for answer in answers)
+        return None if tokens is None or not decode else (tokens - begun) / decode
 
 
 def token_count(answers: Iterable[Answer]) -> int | None:
@@ -198,5 +200,5 @@ def _acceptance(counted: dict[str, Any] | None) -> str:
         f"; {name} {value:.2f} (a recent window, not this run)" for name, value in counted["gauges"].items()
     )
     if counted["tau"] is None:
-        return f"unknown: {counted['engine']} {counted['how'] or 'counted no drafts'}{gauges}"
+        return f"unknown: {counted['engine']}: {counted['how'] or 'its counters tell of no drafts'}{gauges}"
     return f"tau {counted['tau']:.2f} by {counted['engine']}'s counters: {counted['how']}{gauges}"

@@ -112,10 +112,94 @@ def test_a_restart_is_no_measurement():
     assert "restarted" in counted.how
 
 
+ZERO = dict.fromkeys(("drafts", "offered", "accepted", "first", "second", "tokens", "requests"), 0)
+GROWN = {"drafts": 10, "offered": 20, "accepted": 8, "first": 6, "second": 2, "tokens": 20, "requests": 2}
+
+
+@pytest.mark.parametrize("key", ["tokens", "offered", "accepted", "first", "second"])
+def test_any_counter_that_falls_is_a_restart(key):
+    counted = between(VLLM, ZERO | {key: 1000}, GROWN)
+    assert counted is not None
+    assert "restarted" in counted.how
+    assert (counted.tau, counted.rounds, counted.accepted_by_position) == (None, None, [])
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        ({"accepted": 21}, "21 accepted tokens, 20 drafted tokens"),
+        ({"accepted": 7}, "8 accepted tokens by position, 7 accepted tokens"),
+        ({"tokens": 9}, "10 drafts, 9 generated tokens"),
+        ({"second": 11, "accepted": 17}, "11 accepted tokens of one position, 10 drafts"),
+    ],
+)
+def test_counters_that_contradict_each_other_give_no_figure(wrong, said):
+    counted = between(VLLM, ZERO, GROWN | wrong)
+    assert counted is not None
+    assert f"contradict each other: {said}" in counted.how
+    assert (counted.tau, counted.rounds, counted.accepted_by_position) == (None, None, [])
+
+
+def test_replies_that_are_trimmed_are_no_contradiction():
+    """Two rounds of four drafts accepted 8, and max_tokens left 3 of them."""
+    grown = {"drafts": 2, "offered": 8, "accepted": 8, "first": 2, "second": 2, "tokens": 3, "requests": 1}
+    counted = between(VLLM, ZERO, grown)
+    assert counted is not None
+    assert counted.tau == 5.0
+
+
+def test_more_accepted_than_generated_where_drafted_tokens_are_not_told():
+    page = "\n".join(line for line in VLLM.splitlines() if "draft_tokens" not in line)
+    counted = between(page, ZERO, GROWN | {"accepted": 21})
+    assert counted is not None
+    assert "21 accepted tokens, 20 generated tokens" in counted.how
+
+
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-3", "1e300", "1.7e308"])
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_a_value_that_cannot_be_a_count_is_not_told(value, place):
+    """The other counters are; nor is a sum taken without the rank that says it."""
+    odd = f'vllm:generation_tokens_total{{engine="1",model_name="m"}} {value}\n' * 2
+    pages = {"before": VLLM.format(**ZERO), "after": VLLM.format(**GROWN)}
+    pages[place] += odd
+    counted = count(parse_page(pages["before"]), parse_page(pages["after"]), "m")
+    assert counted is not None
+    assert (counted.tokens, counted.rounds, counted.tau) == (None, 10, 1.8)
+
+
+def test_gauges_of_any_size():
+    page = 'sglang:spec_accept_length{{tp_rank="2"}} {}\n'
+    finite = SGLANG.format(tokens=1, requests=1, verify=1).replace(" 2.5", " 1.7e308")
+    counted = count([], parse_page(finite + page.format("NaN")), "m")
+    assert counted is not None
+    assert counted.gauges == {"sglang:spec_accept_length": pytest.approx(1.7e308)}
+
+
+@pytest.mark.parametrize("position", ["\u00b2", "\u0663", "-1", "1.5", "", "9" * 5000])
+def test_positions_that_are_no_numbers(position):
+    odd = f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{model_name="m",position="{position}"}} 3\n'
+    counted = count(parse_page(VLLM.format(**ZERO)), parse_page(VLLM.format(**GROWN) + odd), "m")
+    assert counted is not None
+    assert counted.accepted_by_position == [6, 2]
+
+
+def test_a_position_that_cannot_be_told_is_no_zero():
+    counted = between(VLLM, ZERO, GROWN | {"first": "NaN"})
+    assert counted is not None
+    assert (counted.accepted_by_position, counted.tau) == ([], 1.8)
+
+
+def test_drafts_without_what_they_emitted():
+    for wrong in ({"accepted": "NaN", "tokens": "NaN"}, {"drafts": "NaN", "accepted": "NaN"}):
+        counted = between(VLLM, ZERO, GROWN | wrong)
+        assert counted is not None
+        assert (counted.tau, counted.how) == (None, "it counted drafts, and not what they emitted")
+
+
 def test_other_models_on_the_page():
     mixed = VLLM + VLLM.replace('model_name="m"', 'model_name="other"').replace("{drafts}", "777")
     zero = dict.fromkeys(("drafts", "offered", "accepted", "first", "second", "tokens", "requests"), 0)
-    grown = zero | {"drafts": 10, "accepted": 5, "first": 5, "tokens": 20, "requests": 1}
+    grown = zero | {"drafts": 10, "offered": 20, "accepted": 5, "first": 5, "tokens": 20, "requests": 1}
     counted = between(mixed, zero, grown)
     assert counted is not None
     # the other's counters grow as well, but for its rounds
@@ -141,7 +225,8 @@ def test_a_page_that_does_not_know_the_model_is_of_all_of_them():
 def test_engines_of_one_server_are_summed():
     two = VLLM + VLLM.replace('engine="0"', 'engine="1"')
     zero = dict.fromkeys(("drafts", "offered", "accepted", "first", "second", "tokens", "requests"), 0)
-    counted = between(two, zero, zero | {"drafts": 10, "accepted": 5, "first": 5, "tokens": 20, "requests": 1})
+    grown = zero | {"drafts": 10, "offered": 20, "accepted": 5, "first": 5, "tokens": 20, "requests": 1}
+    counted = between(two, zero, grown)
     assert counted is not None
     assert (counted.rounds, counted.accepted, counted.accepted_by_position) == (20, 10, [10, 0])
 

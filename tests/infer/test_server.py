@@ -10,11 +10,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from eagle3_infer import server_run
+from eagle3_infer import server, server_run
 from eagle3_infer.cli import main, parse_settings
-from eagle3_infer.endpoint import Endpoint, ServerError, _collect
+from eagle3_infer.endpoint import Endpoint, Reply, ServerError, _collect, _events
+from eagle3_infer.prompts import Prompt
 from eagle3_infer.report import ModeRun, summarise_mode
 from eagle3_infer.server import MOST_FAILURES, WARM_UP_TOKENS, chat_body
+from eagle3_infer.server_report import Answer, Repeat
 from eagle3_infer.table import render_report
 
 WORDS = ["Hel", "lo", " there", ", ", "friend"]
@@ -26,6 +28,7 @@ class Stub(ThreadingHTTPServer):
     Attributes:
         script: what happens to request 0, 1, ...: ok, 500, error, hangup, cut, silent; ok beyond.
         delay: seconds before the first piece and between pieces.
+        listed: the model's id; counts: tokens by usage; key: of the pieces in a delta.
     """
 
     daemon_threads = True
@@ -35,6 +38,7 @@ class Stub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.script, self.delay, self.bodies, self.headers = {}, 0.0, [], []
         self.usage = self.models = self.metrics = True
+        self.listed, self.counts, self.key = "stub", 5, "content"
         self.rounds = self.replies = self.under_way = self.most_under_way = 0
         self.lock = threading.Lock()
 
@@ -68,7 +72,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         stub = self.server
         if self.path == "/v1/models" and stub.models:
-            self.answer(200, json.dumps({"data": [{"id": "stub"}]}))
+            self.answer(200, json.dumps({"data": [{"id": stub.listed}]}))
         elif self.path == "/metrics" and stub.metrics:
             self.answer(200, stub.page())
         else:
@@ -111,7 +115,7 @@ class Handler(BaseHTTPRequestHandler):
             return
         for piece in (WORDS[:1], WORDS[1:3], WORDS[3:]):
             time.sleep(self.server.delay)
-            self.event({"choices": [{"delta": {"content": "".join(piece)}}]})
+            self.event({"choices": [{"delta": {self.server.key: "".join(piece)}}]})
             if what in ("hangup", "cut"):
                 # without and with the end of the chunked body
                 self.wfile.write(b"0\r\n\r\n" if what == "cut" else b"")
@@ -122,7 +126,7 @@ class Handler(BaseHTTPRequestHandler):
             self.server.rounds += 2
             self.server.replies += 1
         if self.server.usage:
-            self.event({"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 5}})
+            self.event({"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": self.server.counts}})
         self.wfile.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
 
     def event(self, data):
@@ -386,6 +390,7 @@ def test_a_warm_up_that_is_counted_late_accuses_nobody(stub, measure, monkeypatc
         ({"choices": {"a": 1}}, "choices that are no list"),
         ({"choices": [{"delta": "x"}]}, "delta that is no object"),
         ({"choices": [{"delta": {"content": ["x"]}}]}, "content that is no text"),
+        ({"choices": [{"finish_reason": {"a": 1}}]}, "finish_reason that is no text"),
         ({"usage": 5}, "usage that is no object"),
     ],
 )
@@ -394,9 +399,91 @@ def test_streams_of_another_form(event, said):
         _collect(iter([event, None]), 0.0)
 
 
-def test_counts_that_are_none_are_not_told():
-    reply = _collect(iter([{"usage": {"completion_tokens": "many", "prompt_tokens": None}}, None]), 0.0)
+def test_a_choice_that_is_null_is_passed_over():
+    events = [{"choices": [None, {"delta": {"content": "x"}}]}, {"choices": None}, None]
+    assert _collect(iter(events), 0.0).text == "x"
+
+
+@pytest.mark.parametrize("value", ["many", None, True, 8.5, float("nan"), -8, 10**400])
+def test_counts_that_are_none_are_not_told(value):
+    reply = _collect(iter([{"usage": {"completion_tokens": value, "prompt_tokens": value}}, None]), 0.0)
     assert (reply.tokens, reply.prompt_tokens) == (None, None)
+
+
+@pytest.mark.parametrize("delta, tokens", [({"content": "x"}, None), ({"reasoning": "x"}, None), ({}, 0)])
+def test_no_tokens_is_a_count_where_nothing_came(delta, tokens):
+    events = [{"choices": [{"delta": delta}]}, {"usage": {"completion_tokens": 0}}, None]
+    assert _collect(iter(events), 0.0).tokens == tokens
+
+
+@pytest.mark.parametrize("counts", [-8, 0, 10**400])
+def test_usage_that_cannot_be(stub, measure, counts):
+    """No speed of it, and nobody is accused of the tokens that the engine counted."""
+    stub.counts = counts
+    code, report, printed = measure()
+    mode = report["modes"]["server"]
+    assert code == 0
+    assert mode["tokens"] is mode["tokens_per_second"] is mode["end_to_end_tokens_per_second"] is None
+    assert mode["tau"] == 2.0
+    assert "one that cannot be: its tokens are not counted" in printed.out
+    assert "others" not in printed.out
+
+
+def test_an_empty_reply_has_no_first_token():
+    prompt = Prompt("1", "c", ("x",))
+    replies = [Reply("five", "stop", 1.0, 3.0, 5), Reply("", "stop", None, 1.0, 0)]
+    repeat = Repeat([Answer(prompt, 0, reply) for reply in replies], seconds=4.0)
+    assert repeat.rate() == pytest.approx(4 / 2)
+
+
+DEEP = b"[" * 100_000
+
+
+def test_an_event_that_is_nested_without_end():
+    with pytest.raises(ServerError, match="no JSON"):
+        list(_events([b"data: " + DEEP + b"\n"]))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("listed", [None, 7, "", {"a": 1}])
+def test_a_model_without_a_name(stub, measure, listed):
+    stub.listed = listed
+    code, report, printed = measure()
+    assert (code, report) == (2, None)
+    assert "no list of models" in printed.err
+    assert "--server-model" in printed.err
+
+
+def test_answers_that_are_nested_without_end(measure, monkeypatch):
+    """The list of models, and the body of an error."""
+    monkeypatch.setattr(Handler, "do_GET", lambda self: self.answer(200, DEEP.decode()))
+    assert "no list of models" in measure()[2].err
+    monkeypatch.setattr(Handler, "chat", lambda self, *_: self.answer(500, DEEP.decode()))
+    code, _, printed = measure("--server-model", "m")
+    assert code == 2
+    assert "answered 500: [[[" in printed.err
+
+
+def test_thoughts_alone_are_told(stub, measure):
+    assert "thoughts alone" not in measure()[2].out
+    stub.key = "reasoning_content"
+    code, report, printed = measure()
+    assert code == 0
+    assert "3 replies are thoughts alone" in printed.out
+    assert [row["text"] for row in report["outputs"]] == [""] * 3
+    assert report["modes"]["server"]["tokens"] == 15
+
+
+def test_counters_that_contradict_each_other_are_told(measure, monkeypatch):
+    """What was measured from outside stays."""
+    monkeypatch.setattr(server, "_SETTLE_SECONDS", 0.0)
+    page = Stub.page
+    odd = 'vllm:spec_decode_num_accepted_tokens_total{model_name="stub"}'
+    monkeypatch.setattr(Stub, "page", lambda self: f"{page(self)}\n{odd} {400 * self.replies}")
+    code, report, printed = measure()
+    mode = report["modes"]["server"]
+    assert code == 0
+    assert (mode["tokens"], mode["tau"], mode["rounds"], mode["accepted_by_level"]) == (15, None, None, [])
+    assert "unknown: vLLM: its counters contradict each other" in printed.out
 
 
 @pytest.mark.parametrize("url", ["http://me:key@h:1", "http://:key@h:1", "http://h:1/v1?api_key=key"])
