@@ -1,5 +1,6 @@
 """Files that are old or whole: readers never see half of one."""
 
+import json
 import os
 import tempfile
 from collections.abc import Iterator
@@ -27,3 +28,10 @@ def replace_file(path: Path, binary: bool = False) -> Iterator[IO[Any]]:
     except BaseException:
         os.unlink(name)
         raise
+
+
+def write_json(path: Path, value: Any, allow_nan: bool = True) -> None:
+    """Raises ValueError, with `path` as it was, for what JSON cannot hold; without `allow_nan` for NaN and infinity."""
+    with replace_file(path) as file:
+        json.dump(value, file, indent=1, ensure_ascii=False, allow_nan=allow_nan)
+        file.write("\n")

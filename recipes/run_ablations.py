@@ -141,7 +141,10 @@ def _threads(options: Options) -> int:
 
 
 def _words(text: str) -> tuple[str, ...]:
-    return tuple(word.strip() for word in text.split(",") if word.strip())
+    words = tuple(word.strip() for word in text.split(",") if word.strip())
+    if not words:
+        raise argparse.ArgumentTypeError(f"{text!r} names nothing, expected a comma list")
+    return words
 
 
 def _terminate(number: int, _frame: object) -> NoReturn:

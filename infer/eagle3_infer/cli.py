@@ -5,12 +5,14 @@ Reports errors; torch is imported only once the arguments are known to be right.
 
 import io
 import os
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import Any
+from typing import Any, NoReturn
 
 from eagle3.errors import Eagle3Error, one_line
 from eagle3_infer.config import SamplingConfig
@@ -60,11 +62,11 @@ def _measure(argv: Sequence[str]) -> int:
     _quieten()
     with warnings_as_notes():
         if settings.server is not None:
-            from eagle3_infer.server_run import run_server
-
+            with ended_by_ctrl_c():
+                from eagle3_infer.server_run import run_server
             return run_server(settings, argv)
-        from eagle3_infer.run import run
-
+        with ended_by_ctrl_c():
+            from eagle3_infer.run import run
         return run(settings, argv)
 
 
@@ -72,9 +74,31 @@ def _tune(argv: Sequence[str]) -> int:
     settings = parse_tune_settings(argv)
     _quieten()
     with warnings_as_notes():
-        from eagle3_infer.tune import tune
-
+        with ended_by_ctrl_c():
+            from eagle3_infer.tune import tune
         return tune(settings, argv)
+
+
+@contextmanager
+def ended_by_ctrl_c() -> Iterator[None]:
+    """For imports, of seconds: a library may swallow KeyboardInterrupt, and there is nothing yet to be kept.
+
+    Changes nothing where Ctrl-C is ignored or handled already, or in a thread, which never hears it.
+    """
+    heard = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not heard or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, _end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _end(number: int, frame: object) -> NoReturn:
+    os.write(2, b"interrupted\n")
+    os._exit(EXIT_INTERRUPTED)
 
 
 @contextmanager

@@ -12,6 +12,8 @@ from eagle3.errors import ConfigError
 LARGEST = 1024
 # beyond these a deep level would count for nothing, or for everything
 LEVEL_WEIGHTS = (0.1, 10.0)
+# beyond these shared noise, or the head, would count for nothing
+SHARPNESSES = (0.01, 100.0)
 # a smaller divisor would take finite logits past the range of float32
 SMALLEST_TEMPERATURE = 1e-4
 MATCH, TARGET_ONLY, REJECTION, THRESHOLD = "match", "target_only", "rejection", "threshold"
@@ -150,8 +152,9 @@ class RuleConfig:
             raise ConfigError(f"draft_noise shared needs the match rule; the rule is {self.rule}")
         check_number("threshold", self.threshold)
         check_number("draft_sharpness", self.draft_sharpness)
-        if self.draft_sharpness <= 0:
-            raise ConfigError(f"draft_sharpness is {self.draft_sharpness}; it must be above 0")
+        low, high = SHARPNESSES
+        if not low <= self.draft_sharpness <= high:
+            raise ConfigError(f"draft_sharpness is {self.draft_sharpness}; it must be between {low} and {high}")
         if self.draft_sharpness != 1 and self.draft_noise != SHARED_NOISE:
             raise ConfigError(
                 f"draft_sharpness is {self.draft_sharpness} and draft_noise {self.draft_noise}; it needs shared noise"

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from eagle3.files import write_json
 from eagle3_infer.html import write_html
 from eagle3_infer.plots import write_charts
 from eagle3_infer.replies import Told
-from eagle3_infer.report import write_json
 from eagle3_infer.settings import RunSettings
 from eagle3_infer.unseen import name_unseen
 
@@ -45,7 +45,7 @@ def _write(settings: RunSettings, report: dict[str, Any], tell: Callable[[bool],
     """A line for each form."""
     lines = []
     if settings.json is not None:
-        write_json(report, Path(settings.json))
+        write_json(Path(settings.json), report, allow_nan=False)
         lines.append(f"report: {settings.json}")
     if settings.plot is not None:
         charts = write_charts(report, Path(settings.plot))

@@ -1,14 +1,11 @@
 """From outputs to the report of DESIGN section 9: counting and dividing, nothing of models or terminals."""
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from statistics import median_low
 from typing import Any
 
-from eagle3.files import replace_file
 from eagle3_infer.loops import in_loop, outside_loops
 from eagle3_infer.request import STAGES, Result
 from eagle3_infer.settings import HF, PLAIN
@@ -272,12 +269,6 @@ def context_name(bucket: int) -> str:
     """0 -> "0-127", 1 -> "128-255", ..., the last one open."""
     low = 0 if bucket == 0 else CONTEXT_EDGES[bucket - 1]
     return f"{low}-{CONTEXT_EDGES[bucket] - 1}" if bucket < len(CONTEXT_EDGES) else f"{low}+"
-
-
-def write_json(report: dict[str, Any], path: Path) -> None:
-    """Write under a temporary name beside `path`, then rename."""
-    with replace_file(path) as file:
-        json.dump(report, file, indent=1, ensure_ascii=False, allow_nan=False)
 
 
 def _pooled(outputs: Sequence[Output]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from eagle3_infer.compare import compare_modes
 from eagle3_infer.config import SamplingConfig
 from eagle3_infer.explain import replay_explainer
 from eagle3_infer.models import draft_folder, draft_name, load_assistant, load_draft, load_target, pick_device
+from eagle3_infer.notes import run_notes
 from eagle3_infer.outputs import deliver, ignoring_ctrl_c
 from eagle3_infer.plots import check_matplotlib
 from eagle3_infer.prompt_sets import load_sets, sets_told
@@ -54,7 +55,7 @@ def run(settings: RunSettings, argv: Sequence[str]) -> int:
     head = load_draft(settings, target) if settings.needs_head else None
     assistant = load_assistant(settings.assistant, target) if settings.assistant and settings.drafts_assisted else None
     bench = Bench(settings, target, head, prompts, Progress(), assistant)
-    notes = settings.notes()
+    notes = run_notes(settings)
     print(name_unseen("\n".join([*header_lines(settings, target, head, prompts), *(f"note: {t}" for t in notes)])))
     bench.prepare()
     print(name_unseen(first_prompt_lines(bench.first_text, has_template(target.tokenizer))), flush=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 import eagle3
 from eagle3_infer.endpoint import Endpoint
+from eagle3_infer.notes import run_notes
 from eagle3_infer.outputs import deliver, ignoring_ctrl_c
 from eagle3_infer.plots import check_matplotlib
 from eagle3_infer.prompt_sets import load_sets, sets_told
@@ -32,7 +33,7 @@ def run_server(settings: RunSettings, argv: Sequence[str]) -> int:
     endpoint = Endpoint(settings.server or "")
     model = settings.server_model or endpoint.model()
     bench = ServerBench(settings, endpoint, model, prompts, Progress())
-    notes = settings.notes()
+    notes = run_notes(settings)
     turns = sum(len(prompt.turns) for prompt in prompts)
     at_once = f", {settings.batch} at once" if settings.batch > 1 else ""
     header = [

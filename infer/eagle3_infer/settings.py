@@ -1,10 +1,8 @@
 """What one `eagle3-infer` run does: validated settings and the plan of its modes. No torch, no files read."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from eagle3.embedded import EMBEDDED
@@ -13,13 +11,13 @@ from eagle3_infer.config import (
     MATCH,
     NO_NOISE,
     SHARED_NOISE,
-    THRESHOLD,
     EngineConfig,
     RuleConfig,
     SamplingConfig,
     TreeConfig,
     check_graphs,
 )
+from eagle3_infer.destinations import check_destinations
 from eagle3_infer.request import has_surrogate
 
 RANDOM_DRAFT = "random"
@@ -114,11 +112,7 @@ class RunSettings:
                 raise ConfigError(f"{flag(name)} names nothing, see --help")
         _check_texts("--stop", self.stop, "would end every reply at once")
         _check_texts("--bad-word", self.bad_words, "forbids nothing")
-        for name in ("json", "html"):
-            if (path := getattr(self, name)) is not None:
-                check_writable(flag(name), Path(path))
-        if self.plot is not None:
-            check_folder("--plot", Path(self.plot))
+        check_destinations({"--json": self.json, "--html": self.html}, {"--plot": self.plot})
         check_graphs(self.graphs)
         self.plans()
 
@@ -186,96 +180,6 @@ class RunSettings:
             plans.append(ModePlan(f"{kind}[{','.join(parts)}]" if parts else kind, kind, tree, rule))
         return plans
 
-    def notes(self) -> list[str]:
-        """What the user must know before the run."""
-        return [*self.unused(), *self._unreachable(), *self._untied_to_the_seed(), *self._one_at_a_time()]
-
-    def _one_at_a_time(self) -> list[str]:
-        names = [name for name in HF_MODES if name in self.hf and name != "generate"]
-        if self.batch == 1 or not names:
-            return []
-        return [f"--hf {', '.join(names)}: transformers drafts for one prompt at a time, whatever --batch"]
-
-    def _unreachable(self) -> list[str]:
-        least, most = self.sampling.min_tokens, self.max_new_tokens
-        if least <= most:
-            return []
-        return [f"--min-tokens {least} is more than --max-new-tokens {most}: every reply ends at {most} (or --stop)"]
-
-    def _untied_to_the_seed(self) -> list[str]:
-        # the threshold gives a greedy request, too, whatever was drafted
-        greedy = self.sampling.temperature == 0
-        keys = [
-            plan.key
-            for plan in self.plans()
-            if plan.kind == AUTO and plan.rule and (plan.rule.rule == THRESHOLD if greedy else not plan.rule.pathwise)
-        ]
-        if not keys:
-            return []
-        return [
-            f"{', '.join(keys)} draw other tokens with other trees, and adaptive trees follow the machine's speed: "
-            "the same seed may give other outputs; --rule match does not have this"
-        ]
-
-    def unused(self) -> list[str]:
-        """What was asked for and changes nothing, flag by flag."""
-        if self.server is not None:
-            return [f"{name} changes nothing: --server alone is measured" for name in self._unused_by_servers()]
-        said = [f"{name} changes nothing at temperature 0" for name in self._unused_when_greedy()]
-        said += self._unused_by_shapes()
-        if self.draft is not None and not self.needs_head:
-            said.append("--draft changes nothing: no mode drafts")
-        if self.chain_depth is not None and CHAIN not in self.modes:
-            said.append("--chain-depth changes nothing: chain is no mode of this run")
-        if self.rules != [RuleConfig(threshold=self.threshold)] and not self.needs_head:
-            said.append("--rule and --draft-noise change nothing: no mode drafts")
-        if self._given(["draft_sharpness"]) and SHARED_NOISE not in self.draft_noise:
-            said.append(f"--draft-sharpness changes nothing: it belongs to --draft-noise {SHARED_NOISE}")
-        if self.threshold != RuleConfig.threshold and THRESHOLD not in self.rule:
-            said.append(f"--threshold changes nothing: it belongs to --rule {THRESHOLD}")
-        if self.assistant is not None and not self.drafts_assisted:
-            said.append("--assistant changes nothing: it drafts for --hf assisted")
-        if self.server_model is not None and self.server is None:
-            said.append("--server-model changes nothing without --server")
-        if self.html_replies != RunSettings.html_replies and self.html is None:
-            said.append("--html-replies changes nothing without --html")
-        if self.logprobs and self.json is None:
-            said.append("--logprobs changes nothing without --json: log-probabilities go to the report alone")
-        return said
-
-    def _unused_by_servers(self) -> list[str]:
-        """Flags of this package's engine and of Hugging Face's decoding."""
-        names = ["target", "draft", "dtype", "device", "threads", "kernels", "prefill_rows", "graphs", "verify"]
-        names += ["tree_depth", "tree_top_k", "tree_nodes", "tree_level_weight", "chain_depth", "rule", "draft_noise"]
-        names += ["draft_sharpness", "threshold", "hf", "assistant"]
-        return ["--mode"] * bool(self._given(["modes"])) + [flag(name) for name in self._given(names)]
-
-    def _unused_by_shapes(self) -> list[str]:
-        """Flags of trees that no mode grows."""
-        kinds = {plan.kind for plan in self.plans()}
-        names = [] if kinds & {TREE, AUTO} else ["tree_top_k", "tree_nodes", "tree_level_weight"]
-        if names and (CHAIN not in kinds or self.chain_depth is not None):
-            names.insert(0, "tree_depth")
-        said = [f"{flag(name)} changes nothing: no mode of this run has such trees" for name in self._given(names)]
-        if AUTO in kinds and self._given(["tree_level_weight"]):
-            said.append(f"--tree-level-weight changes nothing of {AUTO}: it ranks nodes by learned acceptance")
-        return said
-
-    def _given(self, names: Sequence[str]) -> list[str]:
-        """Those that are not what they are by default."""
-        return [name for name in names if getattr(self, name) != getattr(RunSettings, name)]
-
-    def _unused_when_greedy(self) -> list[str]:
-        if self.sampling.temperature != 0:
-            return []
-        given, default = self.sampling, SamplingConfig()
-        names = [n for n in ("top_k", "top_p", "min_p", "seed") if getattr(given, n) != getattr(default, n)]
-        if self.needs_head and set(self.rule) - {MATCH, THRESHOLD}:
-            names.append("rule")
-        if self.needs_head and set(self.draft_noise) != {NO_NOISE}:
-            names.append("draft_noise")
-        return [flag(name) for name in names]
-
     @property
     def needs_head(self) -> bool:
         return any(plan.tree is not None for plan in self.plans())
@@ -305,28 +209,3 @@ def _check_texts(name: str, texts: Sequence[str], when_empty: str) -> None:
         raise ConfigError(f"{name} is an empty string, which {when_empty}")
     if has_surrogate(texts):
         raise ConfigError(f"{name} holds bytes that are no text in this locale's encoding")
-
-
-def check_writable(name: str, path: Path) -> None:
-    """Raise before the run, not after it, when flag `name`'s file could not be written."""
-    if path.is_dir():
-        raise ConfigError(f"{name} {path} is a folder, expected a file to write")
-    if path.exists() and not path.is_file():
-        raise ConfigError(f"{name} {path} is a device or a pipe; the report replaces a file, give another path")
-    _check_parent(name, path)
-
-
-def check_folder(name: str, path: Path) -> None:
-    """Raise when flag `name`'s folder is none, cannot be made, or cannot be written into."""
-    if path.exists() and not path.is_dir():
-        raise ConfigError(f"{name} {path} is a file, expected a folder")
-    _check_parent(name, path)
-    if path.is_dir() and not os.access(path, os.W_OK):
-        raise ConfigError(f"{name} {path} is not writable")
-
-
-def _check_parent(name: str, path: Path) -> None:
-    if not path.parent.is_dir():
-        raise ConfigError(f"{name} {path}: the folder {path.parent} does not exist")
-    if not os.access(path.parent, os.W_OK):
-        raise ConfigError(f"{name} {path}: the folder {path.parent} is not writable")

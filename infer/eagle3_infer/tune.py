@@ -14,6 +14,7 @@ from eagle3_infer.compare import compare_modes
 from eagle3_infer.config import TreeConfig
 from eagle3_infer.costs import CostModel, row_tiers
 from eagle3_infer.models import draft_folder, load_draft, load_target, pick_device
+from eagle3_infer.notes import tuning_notes
 from eagle3_infer.outputs import deliver, ignoring_ctrl_c
 from eagle3_infer.prompt_sets import load_sets
 from eagle3_infer.prompts import Prompt
@@ -45,7 +46,7 @@ def tune(settings: TuneSettings, argv: Sequence[str]) -> int:
     head = load_draft(settings, target)
     most = settings.most.narrowed(head.draft_vocab_size)
     most.check_positions(target.max_positions)
-    lines = [*header_lines(settings, target, head, prompts), *(f"note: {text}" for text in settings.notes())]
+    lines = [*header_lines(settings, target, head, prompts), *(f"note: {text}" for text in tuning_notes(settings))]
     print(name_unseen("\n".join(lines)))
     predictions, cost = predict_shapes(settings, target, head, prompts, most)
     print("\n" + prediction_lines(predictions, cost, settings.batch), flush=True)

@@ -80,9 +80,6 @@ class TuneSettings(RunSettings):
     def needs_head(self) -> bool:
         return True
 
-    def unused(self) -> list[str]:
-        return [f"{name} changes nothing at temperature 0" for name in self._unused_when_greedy()]
-
 
 def _kind(tree: TreeConfig) -> str:
     if tree.adaptive:

@@ -1,5 +1,6 @@
 """A budget of tokens or minutes, as text: `160k tokens`, `5min`."""
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -35,8 +36,8 @@ def parse_budget(text: str) -> Budget:
     try:
         number, scale, unit = found.groups()
         budget = Budget(minutes=float(number) * _MINUTES[unit]) if unit else Budget(int(float(number) * _SCALES[scale]))
-    except (KeyError, ValueError):
+    except (KeyError, ValueError, OverflowError):
         raise wrong from None
-    if (budget.tokens or budget.minutes or 0) <= 0:
+    if not 0 < (budget.tokens or budget.minutes or 0) < math.inf:
         raise wrong
     return budget

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial as bind
 from pathlib import Path
 
+from eagle3.files import write_json
 from eagle3_recipes.execute import Stage
 from eagle3_recipes.plan import (
     Evaluation,
@@ -16,7 +17,6 @@ from eagle3_recipes.plan import (
 )
 from eagle3_recipes.results import evaluated, result, trained
 from eagle3_recipes.sweep import Sweep
-from eagle3_recipes.writing import write_json
 
 
 def stages(run: PlannedRun, sweep: Sweep, options: Options, threads: int) -> list[Stage]:

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from importlib.util import find_spec
 
+from eagle3.files import replace_file, write_json
 from eagle3_recipes.plan import Options, PlannedRun
 from eagle3_recipes.plots import draw
 from eagle3_recipes.results import records, result
 from eagle3_recipes.sweep import Sweep
 from eagle3_recipes.table import inference_table, training_table, write_csv
-from eagle3_recipes.writing import write_json
 
 
 def show(sweep: Sweep, options: Options, runs: Sequence[PlannedRun]) -> None:
@@ -19,7 +19,8 @@ def show(sweep: Sweep, options: Options, runs: Sequence[PlannedRun]) -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     # a name may hold a dot, as with_suffix would not know
     text, csv, picture = (options.output / f"{sweep.name}.{kind}" for kind in ("txt", "csv", "png"))
-    text.write_text(f"{sweep.question}\n\n{table}\n", encoding="utf-8")
+    with replace_file(text) as file:
+        file.write(f"{sweep.question}\n\n{table}\n")
     write_json(
         options.output / f"{sweep.name}.json", {"sweep": sweep.name, "question": sweep.question, "runs": results}
     )

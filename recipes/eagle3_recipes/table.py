@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
+from eagle3.files import replace_file
 from eagle3_recipes.results import Record, mode_rows
 
 UNTOLD = "~"
@@ -99,12 +100,11 @@ def write_csv(records: Iterable[Record], path: Path) -> None:
     """Every record, unrounded; a column for every name that any of them has."""
     rows = list(records)
     names = list(dict.fromkeys(name for row in rows for name in row))
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, names)
+    with replace_file(path) as file:
+        # as elsewhere in a text file; the default ends lines as Windows does
+        writer = csv.DictWriter(file, names, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-    temporary.replace(path)
 
 
 def _text(

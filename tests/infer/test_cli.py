@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -19,7 +20,7 @@ from eagle3.target import Target
 from eagle3_infer import bench as bench_module
 from eagle3_infer import explain as explain_module
 from eagle3_infer import replay as replay_module
-from eagle3_infer.cli import main
+from eagle3_infer.cli import ended_by_ctrl_c, main
 from eagle3_infer.models import random_head
 from eagle3_kernels.dispatch import set_kernels
 
@@ -151,7 +152,7 @@ def test_lists_run_every_combination(base, tmp_path):
     assert list(modes) == ["plain", "chain", "tree", "tree[d3k2n6]"]
     assert modes["chain"]["settings"] == {
         "depth": 2, "top_k": 1, "nodes": 2, "level_weight": 1.0, "adaptive": False,
-        "rule": "match", "draft_noise": "none", "threshold": 0.3, "lossless": True,
+        "rule": "match", "draft_noise": "none", "threshold": 0.3, "draft_sharpness": 1.0, "lossless": True,
     }  # fmt: skip
     assert modes["tree"]["settings"]["nodes"] == 4 and modes["tree"]["speedup_vs_hf"] is None
     for name in ("tokens_per_second", "speedup_vs_plain"):
@@ -594,3 +595,39 @@ def test_help_is_quick_and_imports_nothing_heavy():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONPATH": paths}
     )
     assert done.stdout.strip() == "[]" and time.perf_counter() - start < 2
+
+
+@pytest.mark.parametrize(
+    "module, argv",
+    [("run", []), ("server_run", ["--server", "http://127.0.0.1:1"]), ("tune", ["tune"])],
+)
+def test_ctrl_c_during_imports_is_heard_although_a_library_swallows_it(module, argv):
+    code = f"""
+import signal, sys
+from eagle3_infer.cli import ended_by_ctrl_c, main
+class Library:
+    def find_spec(self, name, path, target=None):
+        if name == "eagle3_infer.{module}":
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt:
+                raise SystemExit("swallowed")
+sys.meta_path.insert(0, Library())
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.exit(main({argv!r}))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
+def test_ctrl_c_is_as_before_after_imports():
+    """Also where it is ignored, as of a job in the background."""
+    for handler in (signal.default_int_handler, signal.SIG_IGN):
+        before = signal.signal(signal.SIGINT, handler)
+        try:
+            with ended_by_ctrl_c():
+                inside = signal.getsignal(signal.SIGINT)
+            assert signal.getsignal(signal.SIGINT) is handler
+            assert (inside is handler) == (handler is signal.SIG_IGN)
+        finally:
+            signal.signal(signal.SIGINT, before)

@@ -1,5 +1,6 @@
 """Engine settings: ranges are checked when given, and the error prints them."""
 
+import math
 import subprocess
 import sys
 from typing import Any
@@ -98,6 +99,13 @@ def test_biases_and_words_may_come_as_mappings_and_lists():
         ({"draft_noise": "own"}, "draft_noise is 'own'; it must be one of none, shared"),
         ({"threshold": 0.0}, "threshold is 0.0"),
         ({"threshold": 1.5}, "threshold is 1.5"),
+        *(
+            (
+                {"draft_noise": "shared", "draft_sharpness": value},
+                "draft_sharpness is .*; it must be between 0.01 and 100",
+            )
+            for value in (0.0, -1.0, 1e308, math.inf, math.nan)
+        ),
         ({"threshold": "0.5"}, r"threshold is '0.5' \(str\); it must be a number"),
     ],
 )

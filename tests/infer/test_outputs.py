@@ -6,7 +6,6 @@ import sys
 
 import pytest
 
-from eagle3.files import replace_file
 from eagle3_infer import outputs
 from eagle3_infer.outputs import deliver
 from eagle3_infer.replies import Told
@@ -88,23 +87,3 @@ def test_tables_are_printed_where_a_file_cannot_be_written(settings, monkeypatch
 def test_what_others_wrote_cannot_act_on_the_terminal(capsys):
     assert deliver(RunSettings(), report_of(drafting_modes()), "a\x1b[2Jb") is False
     assert capsys.readouterr().out == "\na[U+001B][2Jb\n"
-
-
-@pytest.mark.parametrize("binary", [False, True])
-def test_a_file_is_old_or_whole(tmp_path, binary):
-    path, old = tmp_path / "f", b"old" if binary else "old"
-    with replace_file(path, binary) as file:
-        file.write(old)
-
-    def begin():
-        with replace_file(path, binary) as file:
-            file.write(old)
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        begin()
-    assert path.read_bytes() == b"old"
-    assert [path.name for path in tmp_path.iterdir()] == ["f"]
-    # as readable as other files
-    (tmp_path / "other").write_text("x")
-    assert path.stat().st_mode == (tmp_path / "other").stat().st_mode

@@ -1,14 +1,12 @@
 """The report counts what was emitted: invariants of the schema, figures by hand, and the printed table."""
 
 import json
-import os
-import stat
 
 import pytest
 
 from eagle3_infer.compare import compare_modes, first_difference
 from eagle3_infer.names import mode_title
-from eagle3_infer.report import Divergence, ModeRun, Output, build_report, speedup, tau, write_json
+from eagle3_infer.report import Divergence, ModeRun, Output, build_report, speedup, tau
 from eagle3_infer.request import STAGES
 from eagle3_infer.table import align, render_report
 
@@ -344,19 +342,6 @@ def test_nothing_measured():
 
 def test_align():
     assert align([("a", "b", "c"), ("long", "x", "1.0")]) == "a     b    c\n------------\nlong  x  1.0"
-
-
-def test_the_file_is_written_whole_and_readable(tmp_path, report):
-    path = tmp_path / "report.json"
-    write_json(report, path)
-    assert json.loads(path.read_text()) == json.loads(json.dumps(report))
-    mask = os.umask(0)
-    os.umask(mask)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~mask
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        write_json({"x": float("nan")}, path)
-    assert [p.name for p in tmp_path.iterdir()] == ["report.json"]
-    assert json.loads(path.read_text())["schema"] == 1
 
 
 def test_tau_is_pooled():

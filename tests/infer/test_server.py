@@ -13,6 +13,7 @@ import pytest
 from eagle3_infer import server, server_run
 from eagle3_infer.cli import main, parse_settings
 from eagle3_infer.endpoint import Endpoint, Reply, ServerError, _collect, _events
+from eagle3_infer.notes import run_notes
 from eagle3_infer.prompts import Prompt
 from eagle3_infer.report import ModeRun, summarise_mode
 from eagle3_infer.server import MOST_FAILURES, WARM_UP_TOKENS, chat_body
@@ -559,7 +560,7 @@ def test_flags_of_the_engine_change_nothing():
     settings = parse_settings(
         ["--server", "http://h:1", "--mode", "tree", "--dtype", "float32", "--hf", "none", "--temperature", "1"]
     )
-    assert [note.split()[0] for note in settings.notes()] == ["--mode", "--dtype", "--hf"]
+    assert [note.split()[0] for note in run_notes(settings)] == ["--mode", "--dtype", "--hf"]
 
 
 def test_logit_bias_is_sent_by_token():

@@ -5,6 +5,7 @@ import pytest
 from eagle3.errors import ConfigError
 from eagle3_infer.cli import parse_settings
 from eagle3_infer.config import SamplingConfig, TreeConfig
+from eagle3_infer.notes import run_notes, unused
 from eagle3_infer.settings import RunSettings
 
 
@@ -38,7 +39,7 @@ from eagle3_infer.settings import RunSettings
     ],
 )
 def test_flags_that_change_nothing_are_named(flags, named):
-    assert [text.split()[0] for text in parse_settings(flags).unused()] == named
+    assert [text.split()[0] for text in unused(parse_settings(flags))] == named
 
 
 @pytest.mark.parametrize(
@@ -58,7 +59,7 @@ def test_flags_that_change_nothing_are_named(flags, named):
 )
 def test_tokens_that_hang_on_the_machines_speed_are_noted(flags, named):
     """Under a rule that is not pathwise the tree has a say in which tokens are drawn, and the clock in the tree."""
-    notes = [text for text in parse_settings(flags).notes() if "seed" in text]
+    notes = [text for text in run_notes(parse_settings(flags)) if "seed" in text]
     assert [text.partition(" draw")[0] for text in notes] == ([] if named is None else [named])
 
 
@@ -67,7 +68,7 @@ def test_tokens_that_hang_on_the_machines_speed_are_noted(flags, named):
     [("generate", "4", False), ("generate,prompt_lookup", "1", False), ("generate,prompt_lookup", "4", True)],
 )
 def test_what_transformers_does_one_at_a_time_is_noted(hf, batch, noted):
-    notes = parse_settings(["--hf", hf, "--batch", batch]).notes()
+    notes = run_notes(parse_settings(["--hf", hf, "--batch", batch]))
     assert ["--hf prompt_lookup: transformers drafts for one prompt at a time" in text for text in notes] == [
         True
     ] * noted
@@ -81,7 +82,7 @@ def test_baselines_have_keys_of_their_own_and_an_order():
 
 @pytest.mark.parametrize("least, noted", [("13", True), ("12", False)])
 def test_a_least_length_out_of_reach_is_noted(least, noted):
-    notes = parse_settings(["--min-tokens", least, "--max-new-tokens", "12"]).notes()
+    notes = run_notes(parse_settings(["--min-tokens", least, "--max-new-tokens", "12"]))
     assert [text.split(":")[0] for text in notes] == ["--min-tokens 13 is more than --max-new-tokens 12"] * noted
 
 
@@ -136,6 +137,17 @@ def test_unwritable_report_is_known_before_the_run(tmp_path):
         parse_settings(["--json", str(tmp_path / "none" / "report.json")])
 
 
+@pytest.mark.parametrize("first, second", [("--json", "--html"), ("--json", "--plot"), ("--html", "--plot")])
+def test_two_forms_of_a_report_do_not_replace_each_other(tmp_path, monkeypatch, first, second):
+    """However the path is written; beside each other they may stand."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path)
+    for path in ("r", "./r", str(tmp_path / "r"), "link/r"):
+        with pytest.raises(ConfigError, match=f"^{second} {path} is where {first} goes, too"):
+            parse_settings([first, "r", second, path])
+    parse_settings([first, "r", second, "r2"])
+
+
 def test_defaults_live_in_the_settings():
     assert parse_settings([]) == RunSettings()
 
@@ -150,7 +162,7 @@ def test_draft_sharpness_belongs_to_shared_noise():
     )
     assert [plan.key for plan in settings.plans()] == ["chain", "chain[shared]", "chain[shared*1.2]"]
     assert settings.plans()[-1].settings["draft_sharpness"] == 1.2
-    (note,) = RunSettings(draft_sharpness=(1.2,)).unused()
+    (note,) = unused(RunSettings(draft_sharpness=(1.2,)))
     assert note == "--draft-sharpness changes nothing: it belongs to --draft-noise shared"
     with pytest.raises(ConfigError, match="draft_sharpness is 0"):
         RunSettings(draft_noise=("shared",), draft_sharpness=(0.0,))

@@ -9,6 +9,7 @@ import pytest
 from eagle3.errors import ConfigError
 from eagle3_infer.cli import main, parse_settings
 from eagle3_infer.config import TreeConfig
+from eagle3_infer.notes import tuning_notes
 from eagle3_infer.tune import answer_lines, fastest
 from eagle3_infer.tune_flags import command_line, parse_tune_settings, tree_key
 from oracles.tiny import tiny_folder
@@ -99,7 +100,7 @@ def test_settings_and_their_bounds():
     assert parse_tune_settings(["--tree-nodes", "4"]).most == TreeConfig(4, 4, 4)
     given = parse_tune_settings(["--limit", "3", "--max-new-tokens", "9", "--bad-word", "no", "--top-p", "0.9"])
     assert (given.limit, given.max_new_tokens, given.bad_words) == (3, 9, ("no",))
-    assert given.notes() == ["--top-p changes nothing at temperature 0"]
+    assert tuning_notes(given) == ["--top-p changes nothing at temperature 0"]
     assert [plan.key for plan in given.plans()] == ["plain"]
 
 

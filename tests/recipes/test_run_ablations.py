@@ -185,6 +185,8 @@ def test_dry_run_runs_nothing(sweep, runner, capsys):
         (["--seeds", "0,0"], "--seeds: seeds is [0, 0]"),
         (["--jobs", "0"], "--jobs is 0"),
         (["--budget", "7"], "budget is '7'"),
+        (["--gpus", ","], "--gpus: ',' names nothing"),
+        (["--files", ""], "--files: '' names nothing"),
         (["--bugdet", "7min"], "unknown argument '--bugdet', did you mean --budget?"),
     ],
 )

@@ -26,7 +26,11 @@ def test_budgets(text, expected):
     assert parse_budget(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "5", "200k", "5 parsecs", "0min", "-1min", "0 tokens", "1.2.3min", "5min tokens"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "5", "200k", "5 parsecs", "0min", "-1min", "0 tokens", "1.2.3min", "5min tokens"]
+    + ["9" * 400 + unit for unit in (" tokens", "m tokens", "min", "h")],
+)
 def test_what_is_no_budget(text):
     """A number without a unit: tokens or minutes?"""
     with pytest.raises(ConfigError, match="200k tokens"):

@@ -11,7 +11,7 @@ import torch
 from eagle3.errors import ConfigError
 from eagle3_train.progress import Progress
 from eagle3_train.trackers import Trackers
-from eagle3_train.tracking import MetricsLog, RunRecord, peak_memory, read_metrics, write_json
+from eagle3_train.tracking import MetricsLog, RunRecord, peak_memory, read_metrics, write_record
 
 
 def test_metrics_are_flushed_line_by_line(tmp_path):
@@ -91,11 +91,11 @@ def test_damaged_run_record_is_named(tmp_path):
 
 def test_write_json_replaces_whole_files(tmp_path):
     path = tmp_path / "a.json"
-    write_json(path, {"a": 1})
+    write_record(path, {"a": 1})
     loop = []
     loop.append(loop)
     with pytest.raises(RecursionError):
-        write_json(path, loop)
+        write_record(path, loop)
     assert json.loads(path.read_text()) == {"a": 1}
     assert list(tmp_path.iterdir()) == [path]
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from eagle3.errors import DataError, Eagle3Error
-from eagle3_train.tracking import write_json
+from eagle3_train.tracking import write_record
 
 # seconds: between looks at the builder, between lines about it, and without any builder before giving up
 _POLL, _TELL, _NOBODY = 0.2, 30.0, 300.0
@@ -62,7 +62,7 @@ class _Teller:
 
     def tell(self, state: str, text: str = "") -> None:
         me = psutil.Process()
-        write_json(self.file, vars(Notice(state, text, me.pid, me.create_time(), time.time())))
+        write_record(self.file, vars(Notice(state, text, me.pid, me.create_time(), time.time())))
 
 
 @contextmanager

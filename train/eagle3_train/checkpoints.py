@@ -20,7 +20,7 @@ from eagle3.errors import CheckpointError, ConfigError
 from eagle3_train.config import TrainConfig
 from eagle3_train.parallel import Parallel, States
 from eagle3_train.state import RunState
-from eagle3_train.tracking import write_json
+from eagle3_train.tracking import write_record
 
 KEEP = 2
 FORMAT = 2
@@ -91,7 +91,7 @@ class Checkpoints:
             if (free := shutil.disk_usage(part).free) < size:
                 raise OSError(f"{size / 2**20:.1f} MiB are needed and {free / 2**20:.1f} MiB free")
             sums = {file: _write_tensors(part / file, tensors) for file, tensors in files.items()}
-            write_json(part / PROGRESS, {**record, "files": sums})
+            write_record(part / PROGRESS, {**record, "files": sums})
             _to_disk(part / PROGRESS)
             _to_disk(part)
             _replace(part, final)

@@ -41,7 +41,7 @@ from eagle3_train.render import MASK_RULE, ChatRenderer
 from eagle3_train.sources import Source, open_sources
 from eagle3_train.streams import StreamedRows
 from eagle3_train.tokenizer import template_hash, tokenizer_hash
-from eagle3_train.tracking import write_json
+from eagle3_train.tracking import write_record
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -158,7 +158,7 @@ def _write(data: DataConfig, renderer: ChatRenderer, sources: list[Source], fold
     counts = {name: token_counts(side, renderer.vocab_size) for name, side in sides.items()}
     (folder / "counts.safetensors").write_bytes(save(counts))
     files = {path.name: path.stat().st_size for path in folder.iterdir()}
-    write_json(
+    write_record(
         folder / "manifest.json",
         {"format": FORMAT, "files": files, "report": report.as_dict(), "end_ids": sorted(renderer.end_ids)},
     )

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 from eagle3.chats import parse_object
 from eagle3.errors import ConfigError, DataError, Eagle3Error
-from eagle3_train.tracking import write_json
+from eagle3_train.tracking import write_record
 
 # a kill loses the rows since the last flush, which are made again
 FLUSH_ROWS = 64
@@ -177,7 +177,7 @@ def check_manifest(output: Path, settings: dict[str, Any], details: dict[str, An
         if parts := [part for part in all_parts(output) if part.stat().st_size]:
             raise ConfigError(f"{parts[0]} exists, but not {path.name}: give another output, or remove the file")
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, {"settings": settings, **details})
+        write_record(path, {"settings": settings, **details})
     try:
         held = json.loads(path.read_text(encoding="utf-8"))["settings"]
     except (ValueError, KeyError, TypeError) as error:

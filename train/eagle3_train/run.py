@@ -30,7 +30,7 @@ from eagle3_train.sources import open_sources
 from eagle3_train.state import RunState
 from eagle3_train.tokenizer import load_tokenizer
 from eagle3_train.trackers import Trackers
-from eagle3_train.tracking import MetricsLog, RunRecord, write_json
+from eagle3_train.tracking import MetricsLog, RunRecord, write_record
 from eagle3_train.ttt import TTTRollout
 from eagle3_train.vocab_file import load_vocab_map
 
@@ -131,7 +131,7 @@ class Run:
         if self.record is None:
             return
         folder = save_head(self.folder / name, head)
-        write_json(folder / "run.json", {**self.record.record, **state.results})
+        write_record(folder / "run.json", {**self.record.record, **state.results})
 
     def finish(self, state: RunState) -> None:
         if self.record is not None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from eagle3.errors import StoreError
 from eagle3_train.shards import Codec, Encoded, Place, ShardReader, shard_index, shard_name, write_shard
-from eagle3_train.tracking import write_json
+from eagle3_train.tracking import write_record
 
 MANIFEST = "manifest.json"
 SCHEMA = 1
@@ -157,7 +157,7 @@ class FeatureStore:
                 part.unlink(missing_ok=True)
         if not (self.folder / MANIFEST).exists() and not any(self.folder.glob("*.safetensors")):
             try:
-                write_json(self.folder / MANIFEST, self.manifest)
+                write_record(self.folder / MANIFEST, self.manifest)
             except OSError as error:
                 raise StoreError(
                     f"feature store {str(self.folder)!r} cannot be written ({error.strerror}); make room there, or "

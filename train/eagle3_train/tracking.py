@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import resource
 import sys
 import time
@@ -18,17 +17,15 @@ from typing import Any
 
 from eagle3.environment import git_revision, hardware, versions
 from eagle3.errors import ConfigError
+from eagle3.files import replace_file, write_json
 
 # what decides the numbers
 PACKAGES = ("torch", "transformers", "datasets", "accelerate", "triton", "deepspeed", "bitsandbytes")
 
 
-def write_json(path: Path | str, value: Any) -> None:
-    """Write JSON under a temporary name, then rename: readers see the old file or the whole new one."""
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(plain(value), indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+def write_record(path: Path, value: Any) -> None:
+    """What `plain` makes of the value, as a file that is old or whole."""
+    write_json(path, plain(value))
 
 
 def plain(value: Any) -> Any:
@@ -59,9 +56,8 @@ class MetricsLog:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = [] if resume_step is None else [r for r in read_metrics(self.path) if r["step"] <= resume_step]
-        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
-        temporary.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
-        os.replace(temporary, self.path)
+        with replace_file(self.path) as file:
+            file.writelines(json.dumps(r) + "\n" for r in kept)
         self._last = kept[-1]["step"] if kept else 0
         self._file = self.path.open("a", encoding="utf-8")
 
@@ -115,7 +111,7 @@ class RunRecord:
             "previous": self._previous() if resume_step is not None else [],
         }
         self._started = time.monotonic()
-        write_json(self.path, self.record)
+        write_record(self.path, self.record)
 
     def finish(self, **results: Any) -> None:
         """Note the end time, the seconds taken and the results."""
@@ -123,7 +119,7 @@ class RunRecord:
 
     def update(self, **fields: Any) -> None:
         self.record.update(plain(fields))
-        write_json(self.path, self.record)
+        write_record(self.path, self.record)
 
     @property
     def provenance(self) -> dict[str, Any]:
