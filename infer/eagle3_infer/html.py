@@ -27,9 +27,12 @@ from eagle3_infer.table import (
     summary_notes,
     summary_rows,
 )
+from eagle3_infer.unseen import cut_middle
 
 NOTHING = "Nothing was measured: the run ended before any mode had finished a reply."
 PARTIAL = "This run was interrupted. The figures cover what was finished; speedups compare the replies that both ran."
+# characters of the first prompt
+SHOWN_PROMPT = 3000
 
 LEGEND = (
     "Every token by how it came: from the prefill, as an accepted draft of some level, or as the target's own at the "
@@ -193,7 +196,7 @@ def _run(run: dict[str, Any]) -> str:
     rows += [(key, _plain(value)) for key, value in run.items() if key not in left_out]
     rows += [(f"settings: {key}", _plain(value)) for key, value in run.get("settings", {}).items()]
     prompt = run.get("first_prompt")
-    shown = f"<h3>First prompt as rendered</h3><pre>{text(_cut(prompt))}</pre>" if prompt else ""
+    shown = f"<h3>First prompt as rendered</h3><pre>{text(cut_middle(prompt, SHOWN_PROMPT))}</pre>" if prompt else ""
     body = f"<pre>{text(command)}</pre><details><summary>Settings and machine</summary>{table(rows, 'pairs')}</details>"
     return _section("Run", body + shown)
 
@@ -204,15 +207,6 @@ def _plain(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(map(_plain, value))
     return "-" if value is None else str(value)
-
-
-def _cut(prompt: str, most: int = 3000) -> str:
-    half = most // 2
-    return (
-        prompt
-        if len(prompt) <= most
-        else f"{prompt[:half]}\n[... {len(prompt) - most} characters ...]\n{prompt[-half:]}"
-    )
 
 
 def _replies(told: Told) -> str:

@@ -14,6 +14,14 @@ def name_unseen(text: str) -> str:
     return _UNSEEN.sub(lambda found: f"[U+{ord(found[0]):04X}]", text)
 
 
+def cut_middle(text: str, most: int) -> str:
+    """Its beginning and its end, and how much lies between, where it is longer than `most` characters."""
+    if len(text) <= most:
+        return text
+    half = most // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[-half:]}"
+
+
 def columns(text: str) -> int:
     """How many columns of a terminal a line takes: wide characters two, those drawn onto others none."""
     return sum(_columns(letter) for letter in text)
