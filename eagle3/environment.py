@@ -24,7 +24,10 @@ def versions(packages: Sequence[str]) -> dict[str, str | None]:
 
 
 def git_revision(file: Path | str = __file__) -> dict[str, Any] | None:
-    """Revision of the checkout that holds `file`, and whether tracked files differ; None outside one."""
+    """`revision` of the checkout that holds `file`, and whether tracked files are `modified`; None outside one.
+
+    Either is None where git does not tell, or takes longer than ten seconds.
+    """
     folder = str(Path(file).resolve().parent)
 
     def git(*words: str) -> str | None:
@@ -37,7 +40,8 @@ def git_revision(file: Path | str = __file__) -> dict[str, Any] | None:
     # a file that git does not track belongs to a package installed inside somebody else's checkout
     if not git("ls-files", "--error-unmatch", str(Path(file).resolve())):
         return None
-    return {"revision": git("rev-parse", "HEAD"), "modified": bool(git("status", "--porcelain", "-uno"))}
+    changes = git("status", "--porcelain", "-uno")
+    return {"revision": git("rev-parse", "HEAD"), "modified": None if changes is None else bool(changes)}
 
 
 def hardware() -> dict[str, Any]:

@@ -31,7 +31,15 @@ def replace_file(path: Path, binary: bool = False) -> Iterator[IO[Any]]:
 
 
 def write_json(path: Path, value: Any, allow_nan: bool = True) -> None:
-    """Raises ValueError, with `path` as it was, for what JSON cannot hold; without `allow_nan` for NaN and infinity."""
+    """Write `value` as JSON that is old or whole.
+
+    Args:
+        allow_nan: write NaN and infinity as Python reads them: a setting may be infinite (optim.clip). Other readers
+            refuse such a file.
+    Raises:
+        TypeError, ValueError or RecursionError: it holds what JSON cannot, itself, or too deep a nesting; without
+            `allow_nan`, a ValueError for NaN and infinity, too. `path` is then as it was.
+    """
     with replace_file(path) as file:
         json.dump(value, file, indent=1, ensure_ascii=False, allow_nan=allow_nan)
         file.write("\n")

@@ -1,8 +1,8 @@
 """Write a trained head as a serving engine loads it.
 
-    python train/export_draft.py --draft runs/mine/head --target MODEL --engine vllm --output exported
-    python train/export_draft.py --draft runs/mine/head --target MODEL --engine sglang --output exported
-    python train/export_draft.py --draft runs/mine/head --target MODEL --engine tensorrt-llm --output exported
+    python train/export_draft.py --draft runs/mine/best --target MODEL --engine vllm --output exported
+    python train/export_draft.py --draft runs/mine/best --target MODEL --engine sglang --output exported
+    python train/export_draft.py --draft runs/mine/best --target MODEL --engine tensorrt-llm --output exported
 
 What the engine would not read as it is meant is refused by name: its loader would not say so, only accept less. The
 command that serves the head is printed, and with it what to compare the engine's acceptance with. Of the target the
@@ -10,6 +10,7 @@ first layer alone is loaded. eagle3-infer runs the written folder, too.
 """
 
 import os
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,9 +80,10 @@ def export(config: ExportConfig) -> None:
     print(f"wrote {config.output} for {form.engine}, weights in {str(dtype).removeprefix('torch.')}")
     print(f"  captured streams: {form.layer_ids(head.config)} in its numbers, the outputs of layers {ours} (from 0)")
     print(f"  drafts: chains of {config.drafts}; serve it with\n    {form.command(launch)}")
+    compared = ["--target", config.target, "--draft", config.output, "--mode", "chain"]
     print(
         "  its loader reports no mistake, acceptance does: compare its accepted tokens by position with\n"
-        f"    eagle3-infer --target {config.target} --draft {config.output} --mode chain --chain-depth {config.drafts}"
+        f"    {shlex.join(['eagle3-infer', *compared, '--chain-depth', str(config.drafts)])}"
     )
 
 

@@ -32,6 +32,8 @@ def export_head(head: Eagle3Head, engine: str, launch: Launch, dtype: torch.dtyp
         raise CheckpointError(f"{launch.folder!r} exists; it is not overwritten: remove it, or give another --output")
     tensors = stored_tensors(head, dtype)
     if head.config.draft_vocab_size == head.config.vocab_size:
-        # vLLM refuses a map where none is needed
-        del tensors["d2t"], tensors["t2d"]
+        # vLLM refuses a map where none is needed; the order that it tells goes into the rows
+        rows = tensors.pop("d2t") + torch.arange(head.config.vocab_size)
+        del tensors["t2d"]
+        tensors["lm_head.weight"] = tensors["lm_head.weight"][rows.argsort()]
     return write_folder(folder, tensors, form.config_json(head.config, dtype), form.texts(head.config, launch))

@@ -37,8 +37,9 @@ def _check_folder(name: str, path: Path) -> None:
     """Raise when flag `name`'s folder is none, cannot be made, or cannot be written into."""
     if path.exists() and not path.is_dir():
         raise ConfigError(f"{name} {path} is a file, expected a folder")
-    _check_parent(name, path)
-    if path.is_dir() and not os.access(path, os.W_OK):
+    if not path.is_dir():
+        _check_parent(name, path)
+    elif not os.access(path, os.W_OK):
         raise ConfigError(f"{name} {path} is not writable")
 
 

@@ -4,6 +4,7 @@ Reads the report's dict and the replies of `replies.py`; computes no figure of i
 """
 
 import json
+import shlex
 from base64 import b64encode
 from collections.abc import Sequence
 from hashlib import sha256
@@ -190,7 +191,7 @@ def _identity(report: dict[str, Any]) -> str:
 
 def _run(run: dict[str, Any]) -> str:
     """Command, settings and machine, as far as they are told."""
-    command = " ".join(["eagle3-infer", *map(str, run.get("argv", []))])
+    command = shlex.join(["eagle3-infer", *map(str, run.get("argv", []))])
     left_out = ("argv", "first_prompt", "notes", "settings", "interrupted")
     rows = [("what", "value")]
     rows += [(key, _plain(value)) for key, value in run.items() if key not in left_out]

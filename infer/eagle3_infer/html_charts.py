@@ -6,16 +6,10 @@ from typing import Any
 from eagle3_infer.figures import SERIES, Bar, Line, Stack, bars, lines, series_legend, stacks, text
 from eagle3_infer.levels import FEW_ROUNDS, shares_given, shares_overall
 from eagle3_infer.names import mode_title
+from eagle3_infer.parts import PART_NAMES, STAGES, seconds_by_part, timed_by_stage
 from eagle3_infer.settings import HF, PLAIN
+from eagle3_infer.table import drafts
 
-# of a round, in the order of the stack; "whole" is of modes that are not timed by stage
-PARTS = {
-    "verify": ("verify",),
-    "draft": ("draft", "tree_build"),
-    "rest": ("accept", "relocate", "other"),
-}
-PART_NAMES = {"verify": "verify", "draft": "draft", "rest": "rest", "whole": "not timed by stage"}
-STAGES = ("draft", "tree_build", "verify", "accept", "relocate", "other")
 # rounds that emit as many tokens or more are one part
 MOST_EMITTED = 6
 
@@ -83,6 +77,12 @@ def _bar(key: str, mode: dict[str, Any], figure_key: str, digits: int, unit: str
 
 def acceptance_figures(modes: Modes) -> str:
     """Acceptance by level, conditional and not, and how many tokens the rounds emit."""
+    emitted = {key: mode for key, mode in modes.items() if mode["run_length_hist"] and drafts(key, mode)}
+    return _level_figures(modes) + _emitted_figure(emitted)
+
+
+def _level_figures(modes: Modes) -> str:
+    """Of the modes that tell it; transformers' do not."""
     drafting = [(mode_title(k, m), m) for k, m in modes.items() if m["rounds"] and any(m["accepted_by_level"])]
     if not drafting:
         return ""
@@ -97,7 +97,6 @@ def acceptance_figures(modes: Modes) -> str:
         + _line_figure("Given that the level before was accepted", said + more, given)
         + _line_figure("Of all rounds", "share of the rounds that accepted this level or more" + more, overall)
         + "</div>"
-        + _emitted_figure({k: m for k, m in modes.items() if m["run_length_hist"] and m["settings"]})
     )
 
 
@@ -146,28 +145,15 @@ def cost_figures(modes: Modes) -> str:
 
 
 def _cost_row(name: str, mode: dict[str, Any]) -> Stack:
-    per_token = _milliseconds(mode, mode["rounds"] * mode["tau"])
-    total = sum(per_token.values())
-    if timed_by_stage(mode):
-        parts = [(part, sum(per_token[stage] for stage in stages)) for part, stages in PARTS.items()]
-    else:
-        parts = [("whole", total)]
-    return Stack(name, parts, f"{total:.1f} ms")
+    tokens = mode["rounds"] * mode["tau"]
+    parts = [(part, 1000 * seconds / tokens) for part, seconds in seconds_by_part(mode).items()]
+    return Stack(name, parts, f"{sum(value for _, value in parts):.1f} ms")
 
 
 def _cost_numbers(name: str, mode: dict[str, Any]) -> list[str]:
-    per_round = _milliseconds(mode, mode["rounds"])
+    per_round = {stage: 1000 * mode["seconds_by_stage"][stage] / mode["rounds"] for stage in STAGES}
     total, tau = sum(per_round.values()), mode["tau"]
     show: Callable[[float], str] = "{:.2f}".format if timed_by_stage(mode) else lambda _: "-"
     figures = [show(per_round[stage]) for stage in STAGES]
     prefill = mode["seconds_by_stage"]["prefill"]
     return [name, *figures, f"{total:.2f}", f"{tau:.2f}", f"{total / tau:.2f}", f"{prefill:.2f}"]
-
-
-def _milliseconds(mode: dict[str, Any], count: float) -> dict[str, float]:
-    return {stage: 1000 * mode["seconds_by_stage"][stage] / count for stage in STAGES}
-
-
-def timed_by_stage(mode: dict[str, Any]) -> bool:
-    """Hugging Face and servers tell one time for all of a round."""
-    return bool(mode["seconds_by_stage"]["verify"])

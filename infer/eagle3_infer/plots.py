@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,9 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from eagle3.errors import ConfigError
 from eagle3.files import replace_file
-from eagle3_infer import levels
-from eagle3_infer.levels import FEW_ROUNDS, context_order, shares_given, shares_overall
+from eagle3_infer.levels import FEW_ROUNDS, Point, context_order, shares_given, shares_overall
 from eagle3_infer.names import mode_title
+from eagle3_infer.parts import PART_NAMES, seconds_by_part
 from eagle3_infer.table import drafts
 
 if TYPE_CHECKING:
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 
 DPI = 200
 WIDTH = 6.4
-# of a round, in the order of the stack
-STAGES = ("verify", "draft", "tree_build", "accept", "relocate", "other")
 # Okabe and Ito's, which the colour-blind can tell apart
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#999999", "#D55E00", "#F0E442")
 DARK, HOLLOW = "#222222", "white"
@@ -49,7 +48,7 @@ class Mode(NamedTuple):
     figures: dict[str, Any]
 
 
-class Point(NamedTuple):
+class Dot(NamedTuple):
     """A share or mean at one place of the x axis, and how many rounds it stands for."""
 
     x: int
@@ -77,7 +76,7 @@ def write_charts(report: dict[str, Any], folder: Path) -> list[Path]:
     folder.mkdir(exist_ok=True)
     modes = [Mode(key, mode_title(key, figures), figures) for key, figures in report["modes"].items()]
     # an argument may hold bytes that are no text
-    command = " ".join(["eagle3-infer", *report["run"]["argv"]]).encode("utf-8", "backslashreplace").decode()
+    command = shlex.join(["eagle3-infer", *report["run"]["argv"]]).encode("utf-8", "backslashreplace").decode()
     files = []
     for name, draw in CHARTS.items():
         with matplotlib.rc_context(STYLE):
@@ -91,7 +90,7 @@ def write_charts(report: dict[str, Any], folder: Path) -> list[Path]:
 
 
 def tau_chart(modes: Sequence[Mode]) -> Figure | None:
-    """Tau by mode, pooled, and the mean of the prompts' own beside it."""
+    """Tau by mode, pooled, and the mean over prompts beside it."""
     modes = [mode for mode in modes if mode.figures["tau"] is not None]
     if not modes:
         return None
@@ -159,22 +158,24 @@ def acceptance_chart(modes: Sequence[Mode]) -> Figure | None:
     return figure
 
 
-def _by_level(shares: Sequence[levels.Point]) -> list[Point]:
-    return [Point(at, point.share, point.rounds) for at, point in enumerate(shares, 1) if point.share is not None]
+def _by_level(shares: Sequence[Point]) -> list[Dot]:
+    return [Dot(at, point.share, point.rounds) for at, point in enumerate(shares, 1) if point.share is not None]
 
 
 def cost_chart(modes: Sequence[Mode]) -> Figure | None:
-    """Milliseconds of a round by stage, stacked; what a token costs is written at the end."""
+    """Milliseconds of a round by part, stacked; what a token costs is written at the end."""
     modes = [mode for mode in modes if mode.figures["rounds"] and mode.figures["tau"]]
     if not modes:
         return None
     figure, axes = _bars(modes)
     ends = [0.0] * len(modes)
-    for i, stage in enumerate(STAGES):
-        spent = [1000 * mode.figures["seconds_by_stage"][stage] / mode.figures["rounds"] for mode in modes]
+    parts = [seconds_by_part(mode.figures) for mode in modes]
+    for i, (part, name) in enumerate(PART_NAMES.items()):
+        spent = [
+            1000 * seconds.get(part, 0.0) / mode.figures["rounds"] for seconds, mode in zip(parts, modes, strict=True)
+        ]
         # what no mode spent time on needs no place in the legend
         if any(spent):
-            name = stage.replace("_", " ")
             axes.barh(range(len(modes)), spent, 0.65, left=ends, color=COLOURS[i], label=name)
         ends = [end + ms for end, ms in zip(ends, spent, strict=True)]
     for at, (end, mode) in enumerate(zip(ends, modes, strict=True)):
@@ -194,7 +195,7 @@ def context_chart(modes: Sequence[Mode]) -> Figure | None:
     figure, (axes,) = _panels(1)
     for i, (_, title, figures) in enumerate(modes):
         groups = [(at, figures["by_context"].get(name)) for at, name in enumerate(buckets)]
-        _line(axes, i, title, [Point(at, group["tau"], group["rounds"]) for at, group in groups if group])
+        _line(axes, i, title, [Dot(at, group["tau"], group["rounds"]) for at, group in groups if group])
     axes.set_xticks(range(len(buckets)), buckets)
     axes.margins(x=0.1)
     axes.set_ylim(bottom=1)
@@ -233,18 +234,20 @@ def _panels(count: int) -> tuple[Figure, Sequence[Axes]]:
     return figure, figure.subplots(1, count, sharey=True, squeeze=False)[0]
 
 
-def _line(axes: Axes, number: int, title: str | None, points: Sequence[Point]) -> None:
+def _line(axes: Axes, number: int, title: str | None, dots: Sequence[Dot]) -> None:
     """A mode's line; one that stands on few rounds is hollow there."""
     colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number // len(COLOURS) % len(MARKERS)]
-    places, values = [point.x for point in points], [point.y for point in points]
+    places, values = [dot.x for dot in dots], [dot.y for dot in dots]
     axes.plot(places, values, color=colour, marker=marker, markersize=5, label=title)
-    few = [point for point in points if point.rounds < FEW_ROUNDS]
+    few = [dot for dot in dots if dot.rounds < FEW_ROUNDS]
     if few:
-        axes.plot([p.x for p in few], [p.y for p in few], marker, color=colour, markerfacecolor=HOLLOW, markersize=5)
+        axes.plot(
+            [dot.x for dot in few], [dot.y for dot in few], marker, color=colour, markerfacecolor=HOLLOW, markersize=5
+        )
 
 
 def _legend_above(figure: Figure) -> None:
-    figure.legend(loc="outside upper center", ncols=len(STAGES))
+    figure.legend(loc="outside upper center", ncols=len(PART_NAMES))
 
 
 def _legend_below(figure: Figure) -> None:

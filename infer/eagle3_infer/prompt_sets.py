@@ -18,8 +18,8 @@ def load_sets(words: Sequence[str], limit: int | None = None, max_turns: int | N
     Of more than one set, prompts know which they are of, and their ids begin with it: `mt_bench/81`.
 
     Raises:
-        ConfigError: no file and no set of that name, or two sets of one name.
-        DataError: a file that holds no prompts (see prompts.load_prompts).
+        ConfigError: two sets of one name.
+        DataError: no file and no set of that name, or a file that holds no prompts (see prompts.load_prompts).
     """
     paths = _by_name(words)
     sets = {name: load_prompts(path, limit, max_turns) for name, path in paths.items()}
@@ -31,12 +31,16 @@ def load_sets(words: Sequence[str], limit: int | None = None, max_turns: int | N
 
 
 def sets_told(words: Sequence[str]) -> str:
-    """Files' names, for the header of a run."""
+    """Files' names, for the header of a run. Raises DataError as find_set does."""
     return ", ".join(find_set(word).name for word in words)
 
 
 def find_set(word: str) -> Path:
-    """The file that `word` names: the shipped prompts, a path, or a set in the folder $EAGLE3_PROMPTS."""
+    """The file that `word` names: the shipped prompts, a path, or a set in the folder $EAGLE3_PROMPTS.
+
+    Raises:
+        DataError: no file, and no set of that name. What looks like a path is returned, be it there or not.
+    """
     if word == SHIPPED:
         return shipped_prompts_path()
     path = Path(os.path.expanduser(word))

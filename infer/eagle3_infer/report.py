@@ -136,9 +136,10 @@ def build_report(run: dict[str, Any], modes: Sequence[ModeRun], comparison: Comp
 
 
 def summarise_mode(mode: ModeRun, by_key: dict[str, ModeRun]) -> dict[str, Any]:
-    """DESIGN section 9, and beside it: `settings` (tree and rule; empty where nothing is drafted), `lossy`, `loops`
-    (share, tau_outside), `mean_logprob` (null unless asked for), `*_spread` ([lowest, highest] of the repeats), and
-    `by_set`, which is empty unless several sets of prompts are run."""
+    """DESIGN section 9, where `tau_prompt_mean` pools each prompt's turns, and beside it: `settings` (tree and rule;
+    empty where nothing is drafted), `lossy`, `loops` (share, tau_outside), `mean_logprob` (null unless asked for),
+    `*_spread` ([lowest, highest] of the repeats), and `by_set`, which is empty unless several sets of prompts are
+    run."""
     outputs = mode.outputs
     rates = mode.rates
     nodes = sum(o.nodes for o in outputs)
@@ -152,7 +153,7 @@ def summarise_mode(mode: ModeRun, by_key: dict[str, ModeRun]) -> dict[str, Any]:
         "settings": mode.settings,
         "lossy": mode.lossy,
         **_pooled(outputs),
-        "tau_prompt_mean": _mean([t for o in outputs if (t := tau([o])) is not None]),
+        "tau_prompt_mean": _mean([t for turns in grouped(outputs, "id").values() if (t := tau(turns)) is not None]),
         "seconds": sum(stages.values()),
         "tokens_per_second_spread": _spread(rates),
         "end_to_end_tokens_per_second": _ratio(
@@ -170,7 +171,7 @@ def summarise_mode(mode: ModeRun, by_key: dict[str, ModeRun]) -> dict[str, Any]:
         "path_conflict": _ratio(conflicts, pairs),
         "run_length_hist": _histogram(outputs),
         "by_set": {name: _of_set(mode, name, by_key) for name in dict.fromkeys(o.prompt_set for o in outputs) if name},
-        "by_category": {name: _pooled(group) for name, group in group_by_category(outputs).items()},
+        "by_category": {name: _pooled(group) for name, group in grouped(outputs, "category").items()},
         "by_context": tau_by_context(outputs),
         "loops": loop_figures(outputs),
         "mean_logprob": mean_logprob(outputs),
@@ -238,10 +239,11 @@ def mean_logprob(outputs: Iterable[Output]) -> float | None:
     return _mean([logprob for output in outputs for logprob in output.logprobs or ()])
 
 
-def group_by_category(outputs: Iterable[Output]) -> dict[str, list[Output]]:
+def grouped(outputs: Iterable[Output], name: str) -> dict[str, list[Output]]:
+    """By the value of that field, in the order of their first."""
     groups: dict[str, list[Output]] = {}
     for output in outputs:
-        groups.setdefault(output.category, []).append(output)
+        groups.setdefault(getattr(output, name), []).append(output)
     return groups
 
 

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 from eagle3_infer.levels import Point, context_order, shares_given, shares_overall
 from eagle3_infer.names import key_name, mode_name, mode_shape
+from eagle3_infer.parts import WHOLE, seconds_by_part, timed_by_stage
 from eagle3_infer.settings import HF, HF_ASSISTED, HF_PROMPT_LOOKUP, PLAIN
 from eagle3_infer.unseen import columns, name_unseen
 
-REST = ("tree_build", "accept", "relocate", "other")
 HEADER = ("mode", "shape", "tokens", "tau", "tok/s", "vs plain", "vs HF", "prefill", "draft", "verify", "rest")
 SHOWN_DIVERGENCES = 12
 
@@ -56,6 +56,8 @@ def summary_notes(report: dict[str, Any]) -> list[str]:
     notes = [
         "tau: tokens per round; tok/s and speedups without the prefill; prefill ... rest in seconds.",
     ]
+    if whole := [key_name(key) for key, mode in modes.items() if not timed_by_stage(mode)]:
+        notes.append(f"Not timed by stage, so that rest is all of the decoding: {', '.join(whole)}.")
     if batch > 1:
         notes.append(f"Up to {batch} prompts at once: tok/s is what the whole batch emits.")
     if lossy := [key_name(key) for key, mode in modes.items() if mode["lossy"]]:
@@ -69,8 +71,9 @@ def summary_notes(report: dict[str, Any]) -> list[str]:
 
 
 def _summary_row(key: str, mode: dict[str, Any]) -> tuple[str, ...]:
-    stages = mode["seconds_by_stage"]
-    seconds = (stages["prefill"], stages["draft"], stages["verify"], sum(stages[name] for name in REST))
+    parts = seconds_by_part(mode)
+    rest = parts.get("rest", parts.get(WHOLE))
+    seconds = (mode["seconds_by_stage"]["prefill"], parts.get("draft"), parts.get("verify"), rest)
     return (
         mode_name(key, mode),
         mode_shape(mode),
@@ -79,7 +82,7 @@ def _summary_row(key: str, mode: dict[str, Any]) -> tuple[str, ...]:
         _number(mode["tokens_per_second"], 1) + _spread(mode["tokens_per_second_spread"], 1),
         _times(mode["speedup_vs_plain"]) + _spread(mode["speedup_vs_plain_spread"]),
         _times(mode["speedup_vs_hf"]) + _spread(mode["speedup_vs_hf_spread"]),
-        *(f"{value:.2f}" for value in seconds),
+        *map(_number, seconds),
     )
 
 

@@ -34,7 +34,19 @@ def test_git_revision_tells_of_changes(tmp_path):
     assert git_revision(file) == {"revision": git("rev-parse", "HEAD"), "modified": False}
     file.write_text("x = 1")
     found = git_revision(file)
-    assert found and found["modified"]
+    assert found and found["modified"] is True
+
+
+def test_what_git_does_not_tell_is_unknown(monkeypatch):
+    """A status that takes too long is no clean checkout."""
+
+    def slow(command, **options):
+        if "status" in command:
+            raise subprocess.TimeoutExpired(command, 10)
+        return subprocess.CompletedProcess(command, 0, "abc\n")
+
+    monkeypatch.setattr(subprocess, "run", slow)
+    assert git_revision() == {"revision": "abc", "modified": None}
 
 
 def test_hardware_is_of_this_machine():

@@ -157,6 +157,19 @@ def test_whole_vocabulary_needs_no_map(tmp_path, target):
     assert load_head(folder, target).draft_vocab_size == 300
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_whole_vocabulary_in_another_order(tmp_path, target, engine):
+    """A map that permutes is legal, and engines get none: the rows are then in the target's order."""
+    head = make_head(target, draft_vocab_size=300)
+    ids = torch.randperm(300, generator=torch.Generator().manual_seed(3))
+    head.d2t.copy_(ids - torch.arange(300))
+    folder = write(tmp_path, head, engine)
+    assert not {"d2t", "t2d"} & load_file(folder / "model.safetensors").keys()
+    loaded = load_head(folder, target)
+    assert torch.equal(loaded.to_target(torch.arange(300)), torch.arange(300))
+    assert torch.equal(logits(loaded, target)[:, ids], logits(head, target))
+
+
 @pytest.mark.parametrize("kind", ["file", "folder", "head"])
 def test_nothing_is_overwritten(tmp_path, target, kind):
     head, out = make_head(target), tmp_path / "out"

@@ -2,6 +2,7 @@
 
 import json
 import math
+from typing import Any
 
 import pytest
 
@@ -32,8 +33,15 @@ def test_json_is_old_or_whole(tmp_path):
     path = tmp_path / "a.json"
     write_json(path, {"text": "\udc80 é", "number": math.inf})
     assert json.loads(path.read_text()) == {"text": "\udc80 é", "number": math.inf}
-    for value, allow_nan, error in (({"x": object()}, True, TypeError), ({"x": math.nan}, False, ValueError)):
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    circular: list[Any] = []
+    circular.append(circular)
+    for value, error in ((object(), TypeError), (circular, ValueError), (deep, RecursionError)):
         with pytest.raises(error):
-            write_json(path, value, allow_nan)
+            write_json(path, {"x": value})
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_json(path, {"x": math.nan}, allow_nan=False)
     assert json.loads(path.read_text())["number"] == math.inf
     assert list(tmp_path.iterdir()) == [path]

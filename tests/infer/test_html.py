@@ -2,16 +2,20 @@
 
 import json
 import random
+import re
+import shlex
 from base64 import b64encode
 from hashlib import sha256
+from html import unescape
 from html.parser import HTMLParser
 
 import pytest
 
 from eagle3_infer.figures import SERIES, Bar, Line, bars, lines, text
 from eagle3_infer.html import headline, render_html, write_html
-from eagle3_infer.html_charts import cost_figures
+from eagle3_infer.html_charts import acceptance_figures, cost_figures
 from eagle3_infer.levels import Point, shares_given, shares_overall
+from eagle3_infer.parts import seconds_by_part
 from eagle3_infer.replies import Told, tell_tree
 from eagle3_infer.report import ModeRun
 from eagle3_infer.trace import TracedTree
@@ -81,7 +85,7 @@ def test_every_kind_of_run(name):
         name == "nothing"
     )
     assert ("acceptance-by-level" in page.sections) == (
-        name in ("everything", "one drafting mode", "lossy", "interrupted")
+        name in ("everything", "one drafting mode", "nothing accepted", "lossy", "interrupted")
     )
     assert ("cost" in page.sections) == (name not in ("no round", "nothing"))
     assert ("replies" in page.sections) == bool(modes)
@@ -156,6 +160,35 @@ def test_cost_by_hand():
     shown = Page(cost_figures({key: modes[key] for key in ("tree", "hf_generate")})).texts
     assert "187.5 ms" in shown and "300.00" in shown and "1.60" in shown
     assert "not timed by stage" in shown
+
+
+def test_parts_are_the_tables():
+    """Draft is the head's forwards; building the tree is of the rest, as in the summary."""
+    tree = report_of(drafting_modes())["modes"]["tree"]
+    tree["seconds_by_stage"] |= {"draft": 0.1, "tree_build": 0.2, "verify": 1.0, "accept": 0.05, "other": 0.25}
+    assert seconds_by_part(tree) == pytest.approx({"verify": 1.0, "draft": 0.1, "rest": 0.5})
+    drawn = cost_figures({"tree": tree})
+    widths = [
+        float(part) for part in re.findall(r'class="part [a-z]+" .* width="([0-9.]+)%"', drawn.replace("><", ">\n<"))
+    ]
+    assert widths == pytest.approx([100 / 1.6, 10 / 1.6, 50 / 1.6], abs=0.01)
+
+
+def test_tokens_per_round_of_all_that_draft():
+    """Transformers' drafting, too; also where no head was run. Plain decoding has one token each round."""
+    lookup = ModeRun("hf_prompt_lookup", {}, [[output("hf_prompt_lookup", [4, 1])]])
+    for modes in ([*drafting_modes(), lookup], [drafting_modes()[-1], lookup]):
+        shown = Page(acceptance_figures(report_of(modes)["modes"])).texts
+        assert "Tokens per round" in shown and "HF prompt lookup" in shown
+        assert "HF generate" not in shown and "plain" not in shown
+
+
+def test_the_command_can_be_pasted():
+    argv = ["--stop", "\n\nUser:", "--json", "my report.json"]
+    (command,) = re.findall(
+        "<pre>(eagle3-infer.*?)</pre>", render_html(report_of(drafting_modes(), argv=argv), Told()), re.S
+    )
+    assert shlex.split(unescape(command)) == ["eagle3-infer", *argv]
 
 
 def test_the_headline_names_the_fastest_lossless_mode():

@@ -3,10 +3,13 @@
 import json
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 
+from eagle3.errors import ConfigError
 from eagle3_infer import outputs
+from eagle3_infer.destinations import check_destinations
 from eagle3_infer.outputs import deliver
 from eagle3_infer.replies import Told
 from eagle3_infer.settings import RunSettings
@@ -35,10 +38,10 @@ def test_ctrl_c_while_files_are_written_loses_none(settings, tmp_path, monkeypat
     """The first begins them again; those that follow are not heard."""
     real, calls, told = getattr(outputs, name), [], []
 
-    def impatient(*args):
+    def impatient(*args, **options):
         calls.append(name)
         signal.raise_signal(signal.SIGINT)
-        return real(*args)
+        return real(*args, **options)
 
     def tell(interrupted):
         told.append(interrupted)
@@ -75,13 +78,29 @@ def test_files_are_written_before_anything_is_printed(settings, tmp_path, monkey
 
 
 def test_tables_are_printed_where_a_file_cannot_be_written(settings, monkeypatch, capsys):
-    def full(report, path):
+    def full(path, report, **options):
         raise OSError("no space left")
 
     monkeypatch.setattr(outputs, "write_json", full)
     with pytest.raises(OSError, match="no space left"):
         deliver(settings, report_of(drafting_modes()), "the tables")
     assert "the tables" in capsys.readouterr().out
+
+
+def test_a_folder_that_is_there_needs_no_parent(tmp_path, monkeypatch):
+    """`/data/charts` may be one's own, and `/data` root's; a file is renamed into its place, so its parent counts."""
+    charts, own = tmp_path / "charts", {tmp_path / "charts"}
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) in own)
+    with pytest.raises(ConfigError, match=f"--plot {charts}: the folder {tmp_path} is not writable"):
+        check_destinations({}, {"--plot": str(charts)})
+    charts.mkdir()
+    check_destinations({}, {"--plot": str(charts)})
+    (tmp_path / "r.json").touch()
+    with pytest.raises(ConfigError, match=f"the folder {tmp_path} is not writable"):
+        check_destinations({"--json": str(tmp_path / "r.json")}, {})
+    own.clear()
+    with pytest.raises(ConfigError, match=f"--plot {charts} is not writable"):
+        check_destinations({}, {"--plot": str(charts)})
 
 
 def test_what_others_wrote_cannot_act_on_the_terminal(capsys):

@@ -53,6 +53,12 @@ def test_an_unknown_name_is_told_with_the_known_ones(folder):
         find_set("chatt")
 
 
+def test_no_folder_of_sets(monkeypatch):
+    monkeypatch.delenv("EAGLE3_PROMPTS", raising=False)
+    with pytest.raises(DataError, match=r"--prompts chat: no such file, and \$EAGLE3_PROMPTS, .* is not set"):
+        sets_told(["chat"])
+
+
 @pytest.mark.parametrize("word", ["sub/chat", "chat.jsonl", "chat.jsonl.gz"])
 def test_what_looks_like_a_path_is_one(folder, word):
     with pytest.raises(DataError, match=f"{word}: no such file"):

@@ -119,6 +119,16 @@ def test_figures_by_hand(report):
     assert plain["path_conflict"] is None and plain["utilisation"] is None
 
 
+def test_the_mean_over_prompts_is_not_one_over_turns():
+    """A prompt of two turns, 5/3 and 1 over both 6/4, and one of a single turn: 3."""
+    turns = [output("tree", [2, 2, 1]), output("tree", [1], turn=1), output("tree", [3], id="b")]
+    run = mode_run("tree", turns, TREE)
+    assert (
+        build_report({}, [run], compare_modes([run], None, False))["modes"]["tree"]["tau_prompt_mean"]
+        == (6 / 4 + 3) / 2
+    )
+
+
 def test_no_round_no_tau():
     """A reply that ends with its first token has no round: tau is null, not zero, not one."""
     run = mode_run("plain", [output("plain", [])])
@@ -322,6 +332,25 @@ def test_table(report):
     assert "outputs: tree == plain, plain == HF generate (2/2 replies)" in text
     assert "tau | tok/s by category" in text
     assert "\x1b" not in text and not any(line != line.rstrip() for line in text.splitlines())
+
+
+def test_what_is_not_timed_by_stage_is_no_zero():
+    """Of transformers one time is known; an engine's mode without a round has spent none, and that is known."""
+    whole = {"draft": 0.0, "verify": 0.0, "other": 1.5}
+    modes = [
+        mode_run("plain", [output("plain", [1] * 6, draft=0.0)]),
+        mode_run("tree", [output("tree", [], draft=0.0, verify=0.0, other=0.0)], TREE),
+        mode_run("hf_generate", [output("hf_generate", [1] * 6, **whole)]),
+        mode_run("hf_prompt_lookup", [output("hf_prompt_lookup", [2] * 3, **whole)]),
+    ]
+    text = render_report(build_report({}, modes, compare_modes(modes, None, False)))
+    assert [line.split()[-4:] for line in text.splitlines()[2:6]] == [
+        ["0.50", "0.00", "1.00", "0.25"],
+        ["0.50", "0.00", "0.00", "0.00"],
+        ["0.50", "-", "-", "1.50"],
+        ["0.50", "-", "-", "1.50"],
+    ]
+    assert "Not timed by stage, so that rest is all of the decoding: HF generate, HF prompt lookup." in text
 
 
 def test_slower_is_said():

@@ -76,6 +76,12 @@ def test_writes_and_tells_the_command(made, run, tmp_path, engine):
         assert Path(command[-1]).read_text().splitlines()[2] == "  max_draft_len: 5"
 
 
+def test_the_comparison_can_be_pasted(run, tmp_path):
+    code, out, _ = run(output="my head")
+    words = shlex.split(out.splitlines()[-1])
+    assert (code, words[0], words[words.index("--draft") + 1]) == (0, "eagle3-infer", str(tmp_path / "my head"))
+
+
 def test_dtype(run, tmp_path):
     """Weights stay as they are stored, unless another dtype is asked for."""
     assert run()[0] == 0
