@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server over HTTP: its models, its `/metrics` page, and chat completions as they stream in.
+"""An OpenAI-compatible server over HTTP: its models, its metrics pages, and chat completions as they stream in.
 
 Knows the wire and the clock, nothing of prompts' files or reports. A key in $OPENAI_API_KEY is sent along.
 """
@@ -18,8 +18,8 @@ from urllib.parse import urlsplit
 from eagle3.errors import ConfigError, Eagle3Error
 
 CHAT, MODELS = "/v1/chat/completions", "/v1/models"
-# TensorRT-LLM's page is the second one
-METRICS = ("/metrics", "/prometheus/metrics")
+# TensorRT-LLM alone has the first one; its other one is JSON, and forgets what it has told
+METRICS = ("/prometheus/metrics", "/metrics")
 # without a byte for so long, a request has failed
 IDLE_SECONDS = 600.0
 HUNG_UP = "the server hung up in the middle of a reply"
@@ -97,13 +97,12 @@ class Endpoint:
             )
         return name
 
-    def metrics(self) -> tuple[str, str] | None:
-        """Path and text of the first metrics page that answers; None where none does."""
-        for path in METRICS:
-            with suppress(ServerError):
-                status, body = self.get(path)
-                if status == 200:
-                    return path, body.decode("utf-8", errors="replace")
+    def page(self, path: str) -> str | None:
+        """The text of a metrics page; None where none answers."""
+        with suppress(ServerError):
+            status, body = self.get(path)
+            if status == 200:
+                return body.decode("utf-8", errors="replace")
         return None
 
     def get(self, path: str) -> tuple[int, bytes]:

@@ -123,22 +123,30 @@ def _unescape(text: str) -> str:
     return re.sub(r'\\[\\"n]', lambda match: _ESCAPES[match[0]], text)
 
 
+def find_engine(page: Sequence[Series]) -> Names | None:
+    """Whose counters a page holds; None where they are of no known engine."""
+    return next((names for names in ENGINES if _of(page, names.tokens)), None)
+
+
 def count(before: Sequence[Series], after: Sequence[Series], model: str | None = None) -> Counted | None:
     """What the engine did between two pages; None where the page is of no known engine.
 
     Args:
-        model: its series alone, where the page tells several models apart.
+        model: its series alone, where the page after tells models apart and knows this one.
     """
-    names = next((names for names in ENGINES if _of(after, names.tokens, model)), None)
-    if names is None:
+    if (names := find_engine(after)) is None:
         return None
+    models = {s.labels["model_name"] for s in _of(after, names.tokens) if "model_name" in s.labels}
+    if model in models:
+        # on both pages: a counter that this model does not have is none, whatever other models have of it
+        before, after = ([s for s in page if s.labels.get("model_name") == model] for page in (before, after))
     keys = ("tokens", "requests", "drafts", "offered", "accepted")
-    found = {key: _grown(before, after, getattr(names, key), model) for key in keys}
-    positions = _by_position(before, after, names.by_position, model)
+    found = {key: _grown(before, after, getattr(names, key)) for key in keys}
+    positions = _by_position(before, after, names.by_position)
     if wrong := _impossible(found, positions):
         return Counted(names.engine, how=wrong)
     tau, rounds, how = _tau(found)
-    gauges = {name: value for name in names.gauges if (value := _gauge(after, name, model)) is not None}
+    gauges = {name: value for name in names.gauges if (value := _gauge(after, name)) is not None}
     return Counted(
         names.engine,
         rounds=rounds,
@@ -149,7 +157,7 @@ def count(before: Sequence[Series], after: Sequence[Series], model: str | None =
         tau=tau,
         how=how,
         gauges=gauges,
-        all_models=_names_others(after, names.tokens, model),
+        all_models=model is not None and bool(models) and model not in models,
     )
 
 
@@ -189,50 +197,42 @@ def _tau(found: Mapping[str, int | None]) -> tuple[float | None, int | None, str
     return None, None, "it counted drafts, and not what they emitted" if drafted else ""
 
 
-def _by_position(before: Sequence[Series], after: Sequence[Series], name: str | None, model: str | None) -> list[int]:
+def _by_position(before: Sequence[Series], after: Sequence[Series], name: str | None) -> list[int]:
     """Growth of each position, nothing where one of them cannot be told."""
-    labels = {s.labels.get("position", "") for s in _of(after, name, model)} if name else set()
+    labels = {s.labels.get("position", "") for s in _of(after, name)} if name else set()
     ordered = sorted((label for label in labels if _POSITION.fullmatch(label)), key=int)
-    grown = [_grown(before, after, name, model, label) for label in ordered]
+    grown = [_grown(before, after, name, label) for label in ordered]
     return [value for value in grown if value is not None] if None not in grown else []
 
 
 def _grown(
-    before: Sequence[Series], after: Sequence[Series], name: str | None, model: str | None, position: str | None = None
+    before: Sequence[Series], after: Sequence[Series], name: str | None, position: str | None = None
 ) -> int | None:
     """A counter's growth; None where the engine has none, or where a page's value cannot be a count."""
-    end = None if name is None else _total(after, name, model, position)
+    end = None if name is None else _total(after, name, position)
     if name is None or end is None:
         return None
-    start = _total(before, name, model, position)
+    start = _total(before, name, position)
     # a counter that appears with its first use was 0 before
     grown = end - (0.0 if start is None else start)
     return None if math.isnan(grown) else round(grown)
 
 
-def _of(page: Sequence[Series], name: str, model: str | None) -> list[Series]:
-    """All series of a counter or gauge: of every engine and rank, and of one model where several are told apart."""
-    found = [s for s in page if s.name in (name, f"{name}_total")]
-    named = [s for s in found if s.labels.get("model_name") == model]
-    return named or found
+def _of(page: Sequence[Series], name: str) -> list[Series]:
+    """All series of a counter or gauge: of every engine and rank."""
+    return [s for s in page if s.name in (name, f"{name}_total")]
 
 
-def _names_others(page: Sequence[Series], name: str, model: str | None) -> bool:
-    """Whether a counter tells models apart and does not know this one."""
-    models = {s.labels["model_name"] for s in _of(page, name, None) if "model_name" in s.labels}
-    return model is not None and bool(models) and model not in models
-
-
-def _total(page: Sequence[Series], name: str, model: str | None, position: str | None = None) -> float | None:
+def _total(page: Sequence[Series], name: str, position: str | None = None) -> float | None:
     """The sum of a counter's series; None without any, NaN where one cannot be a count."""
-    found = [s.value for s in _of(page, name, model) if position is None or s.labels.get("position") == position]
+    found = [s.value for s in _of(page, name) if position is None or s.labels.get("position") == position]
     if not found:
         return None
     return sum(found) if all(0 <= value <= _MOST for value in found) else math.nan
 
 
-def _gauge(page: Sequence[Series], name: str, model: str | None) -> float | None:
+def _gauge(page: Sequence[Series], name: str) -> float | None:
     """The mean of its ranks."""
-    found = [s.value for s in _of(page, name, model) if math.isfinite(s.value)]
+    found = [s.value for s in _of(page, name) if math.isfinite(s.value)]
     # divided first: a sum may be beyond a float's range
     return sum(value / len(found) for value in found) if found else None

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
-from eagle3.errors import ConfigError
 from eagle3_infer.config import SamplingConfig
-from eagle3_infer.endpoint import Endpoint, ServerError
-from eagle3_infer.metrics_page import Series, count, parse_page
+from eagle3_infer.endpoint import METRICS, Endpoint, ServerError
+from eagle3_infer.metrics_page import Series, count, find_engine, parse_page
 from eagle3_infer.prompts import Message, Prompt
 from eagle3_infer.server_report import Answer, Repeat, token_count
 from eagle3_infer.settings import RunSettings
@@ -23,14 +22,7 @@ _SETTLE_TRIES, _SETTLE_SECONDS = 4, 0.5
 
 
 def chat_body(settings: RunSettings, model: str, messages: Sequence[Message], most: int) -> dict[str, Any]:
-    """A request's JSON. What is no part of OpenAI's API (top_k, min_p, ...) is sent only where it is set.
-
-    Raises:
-        ConfigError: a setting that servers do not take.
-    """
-    for name, given in (("--bad-word", settings.bad_words), ("--logprobs", settings.logprobs)):
-        if given:
-            raise ConfigError(f"{name} cannot be asked of --server")
+    """A request's JSON. What is no part of OpenAI's API (top_k, min_p, ...) is sent only where it is set."""
     sampling, default = settings.sampling, SamplingConfig()
     names = ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens")
     given = {name: value for name in names if (value := getattr(sampling, name)) != getattr(default, name)}
@@ -63,7 +55,8 @@ class ServerBench:
         self.repeats: list[Repeat] = []
         self.notes: list[str] = []
         self.interrupted = self.gave_up = False
-        self._in_a_row = 0
+        self._in_a_row, self._began = 0, 0.0
+        # where the engine shows its counters, once it is known
         self.metrics_path: str | None = None
 
     def run(self) -> None:
@@ -93,17 +86,16 @@ class ServerBench:
     def _repeat(self) -> None:
         repeat = Repeat()
         self.repeats.append(repeat)
-        before = self._page()
-        began = time.perf_counter()
+        before = self._pages()
+        self._began = time.perf_counter()
         tries = 1
         try:
             self._converse_all(repeat)
             tries = _SETTLE_TRIES
         finally:
-            repeat.seconds = time.perf_counter() - began
             order = {prompt.id: place for place, prompt in enumerate(self.prompts)}
             repeat.answers.sort(key=lambda answer: (order[answer.prompt.id], answer.turn))
-            if before is not None:
+            if before:
                 self._count(repeat, before, tries)
 
     def _converse_all(self, repeat: Repeat) -> None:
@@ -123,14 +115,20 @@ class ServerBench:
         replies: list[str] = []
         while len(replies) < len(prompt.turns) and not self.gave_up:
             body = chat_body(self.settings, self.model, prompt.messages(replies), self.settings.max_new_tokens)
+            began = self._elapsed()
             try:
                 reply = self.endpoint.chat(body)
             except ServerError as error:
+                repeat.lost.append((began, self._elapsed()))
                 self._failed(repeat, f"prompt {prompt.id}, turn {len(replies) + 1}: {error}")
                 return
             repeat.answers.append(Answer(prompt, len(replies), reply))
+            repeat.seconds = self._elapsed()
             self._in_a_row = 0
             replies.append(reply.text)
+
+    def _elapsed(self) -> float:
+        return time.perf_counter() - self._began
 
     def _failed(self, repeat: Repeat, what: str) -> None:
         if self.endpoint.aborted:
@@ -139,20 +137,27 @@ class ServerBench:
         self._in_a_row += 1
         self.gave_up = self.gave_up or self._in_a_row >= MOST_FAILURES
 
-    def _page(self) -> list[Series] | None:
-        found = self.endpoint.metrics()
-        if found is None:
-            return None
-        self.metrics_path, text = found
-        return parse_page(text)
+    def _pages(self) -> dict[str, list[Series]]:
+        """The pages that answer, by path: that of the engine's counters alone, once it is known."""
+        pages = {}
+        for path in METRICS if self.metrics_path is None else (self.metrics_path,):
+            if (text := self.endpoint.page(path)) is None:
+                continue
+            pages[path] = parse_page(text)
+            if find_engine(pages[path]):
+                self.metrics_path = path
+                break
+        return pages
 
-    def _count(self, repeat: Repeat, before: list[Series], tries: int) -> None:
+    def _count(self, repeat: Repeat, before: dict[str, list[Series]], tries: int) -> None:
         told = token_count(repeat.answers) or 0
         for attempt in range(tries):
             if attempt:
                 time.sleep(_SETTLE_SECONDS)
-            after = self._page()
-            repeat.counted = None if after is None else count(before, after, self.model)
+            after = self._pages()
+            path = self.metrics_path or ""
+            both = path in before and path in after
+            repeat.counted = count(before[path], after[path], self.model) if both else None
             if repeat.counted is None or (repeat.counted.tokens or 0) >= told:
                 return
 

@@ -35,12 +35,15 @@ class Repeat:
 
     Args:
         answers: in the order of the prompts; failures: what became of the other requests.
-        seconds: of the whole run, however many requests were under way at once.
+        lost: from when to when a request was under way that got no answer, as it failed or was interrupted; in seconds
+            since the run began.
+        seconds: from its beginning to the last answer, however many requests were under way at once.
         counted: by the engine meanwhile; None where it has no page, or one that is not known.
     """
 
     answers: list[Answer] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+    lost: list[tuple[float, float]] = field(default_factory=list)
     seconds: float = 0.0
     counted: Counted | None = None
 
@@ -48,7 +51,14 @@ class Repeat:
     def share(self) -> float:
         """Seconds of the run per second that some request waited: 1 one at a time, 1/n with n at once."""
         waited = sum(answer.reply.seconds for answer in self.answers)
+        # what came to nothing took its part of the run all the same, up to the last answer
+        waited += sum(max(0.0, min(ended, self.seconds) - began) for began, ended in self.lost)
         return self.seconds / waited if waited else 0.0
+
+    @property
+    def answered(self) -> float:
+        """Seconds of the run without the part of the requests that got no answer."""
+        return sum(answer.reply.seconds for answer in self.answers) * self.share
 
     def rate(self, answers: Sequence[Answer] | None = None) -> float | None:
         """Tokens per second without the first of each reply and the time to it; None where tokens are not told."""
@@ -101,11 +111,11 @@ def summarise_server(repeats: Sequence[Repeat], server: dict[str, Any]) -> dict[
         "tokens": tokens,
         "rounds": counted.rounds,
         "tau": counted.tau,
-        "seconds": shown.seconds,
+        "seconds": shown.answered,
         "tokens_per_second": shown.rate(),
         "tokens_per_second_spread": [min(rates), max(rates)] if rates else None,
-        "end_to_end_tokens_per_second": tokens / shown.seconds if tokens is not None and shown.seconds else None,
-        "seconds_by_stage": dict.fromkeys(STAGES, 0.0) | {"prefill": prefill, "other": shown.seconds - prefill},
+        "end_to_end_tokens_per_second": _ratio(tokens, shown.answered),
+        "seconds_by_stage": dict.fromkeys(STAGES, 0.0) | {"prefill": prefill, "other": shown.answered - prefill},
         "accepted_by_level": counted.accepted_by_position,
         "nodes_per_round": _ratio(counted.offered, counted.rounds),
         "utilisation": _ratio(counted.accepted, counted.offered),
@@ -174,7 +184,7 @@ def _row(answer: Answer) -> dict[str, Any]:
     }
 
 
-def _ratio(top: int | None, bottom: int | None) -> float | None:
+def _ratio(top: int | None, bottom: float | None) -> float | None:
     return top / bottom if top is not None and bottom else None
 
 
@@ -195,7 +205,10 @@ def server_lines(mode: dict[str, Any]) -> str:
 
 def _acceptance(counted: dict[str, Any] | None) -> str:
     if counted is None:
-        return "unknown: the server shows no counters of drafts (SGLang shows them with --enable-metrics)"
+        return (
+            "unknown: the server shows no counters of drafts "
+            "(SGLang shows them with --enable-metrics, TensorRT-LLM with return_perf_metrics)"
+        )
     gauges = "".join(
         f"; {name} {value:.2f} (a recent window, not this run)" for name, value in counted["gauges"].items()
     )

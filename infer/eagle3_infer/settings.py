@@ -127,6 +127,9 @@ class RunSettings:
             raise ConfigError("--hf assisted needs --assistant MODEL: a small model with the target's tokenizer")
         if self.server is not None and not self.server.startswith(("http://", "https://")):
             raise ConfigError(f"--server is {self.server}, expected http://host:port or https://...")
+        for name, given in (("--bad-word", self.bad_words), ("--logprobs", self.logprobs)):
+            if self.server is not None and given:
+                raise ConfigError(f"{name} cannot be asked of --server")
 
     @property
     def drafts_assisted(self) -> bool:

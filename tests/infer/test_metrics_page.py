@@ -208,6 +208,25 @@ def test_other_models_on_the_page():
     assert not counted.all_models
 
 
+def test_what_only_another_model_has_is_not_taken_for_this_ones():
+    """This one does not draft; the other does, and has a gauge."""
+    other = SGLANG.replace('model_name="m"', 'model_name="other"')
+    page = "\n".join(line for line in SGLANG.splitlines() if "spec_" not in line) + "\n" + other
+    before, after = {"tokens": 100, "requests": 5, "verify": 40}, {"tokens": 400, "requests": 9, "verify": 140}
+    counted = between(page, before, after)
+    assert counted is not None
+    assert (counted.tokens, counted.rounds, counted.tau, counted.gauges) == (300, None, None, {})
+    assert not counted.all_models
+
+
+def test_a_model_that_appears_during_the_run_was_at_zero():
+    """Whatever another one on the page had counted by then, which is neither a start nor a restart."""
+    other = VLLM.replace('model_name="m"', 'model_name="other"').format(**GROWN | {"tokens": 900, "drafts": 5})
+    counted = count(parse_page(other), parse_page(other + VLLM.format(**GROWN)), "m")
+    assert counted is not None
+    assert (counted.tokens, counted.rounds, counted.tau, counted.how[:3]) == (20, 10, 1.8, "1 +")
+
+
 def test_a_page_that_does_not_know_the_model_is_of_all_of_them():
     mixed = VLLM + VLLM.replace('model_name="m"', 'model_name="other"')
     zero = dict.fromkeys(("drafts", "offered", "accepted", "first", "second", "tokens", "requests"), 0)

@@ -13,7 +13,7 @@ import pytest
 from eagle3_infer import server, server_run
 from eagle3_infer.cli import main, parse_settings
 from eagle3_infer.endpoint import Endpoint, Reply, ServerError, _collect, _events
-from eagle3_infer.notes import run_notes
+from eagle3_infer.notes import server_notes
 from eagle3_infer.prompts import Prompt
 from eagle3_infer.report import ModeRun, summarise_mode
 from eagle3_infer.server import MOST_FAILURES, WARM_UP_TOKENS, chat_body
@@ -21,6 +21,7 @@ from eagle3_infer.server_report import Answer, Repeat
 from eagle3_infer.table import render_report
 
 WORDS = ["Hel", "lo", " there", ", ", "friend"]
+PROMPT = Prompt("1", "c", ("x",))
 
 
 class Stub(ThreadingHTTPServer):
@@ -30,6 +31,7 @@ class Stub(ThreadingHTTPServer):
         script: what happens to request 0, 1, ...: ok, 500, error, hangup, cut, silent; ok beyond.
         delay: seconds before the first piece and between pieces.
         listed: the model's id; counts: tokens by usage; key: of the pieces in a delta.
+        metrics: path of the counters; beside them `/metrics` is TensorRT-LLM's list of JSON; looked_at: paths.
     """
 
     daemon_threads = True
@@ -38,7 +40,8 @@ class Stub(ThreadingHTTPServer):
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
         self.script, self.delay, self.bodies, self.headers = {}, 0.0, [], []
-        self.usage = self.models = self.metrics = True
+        self.usage = self.models = True
+        self.metrics, self.looked_at = "/metrics", []
         self.listed, self.counts, self.key = "stub", 5, "content"
         self.rounds = self.replies = self.under_way = self.most_under_way = 0
         self.lock = threading.Lock()
@@ -74,8 +77,9 @@ class Handler(BaseHTTPRequestHandler):
         stub = self.server
         if self.path == "/v1/models" and stub.models:
             self.answer(200, json.dumps({"data": [{"id": stub.listed}]}))
-        elif self.path == "/metrics" and stub.metrics:
-            self.answer(200, stub.page())
+        elif stub.metrics and self.path in (stub.metrics, "/metrics"):
+            stub.looked_at.append(self.path)
+            self.answer(200, stub.page() if self.path == stub.metrics else "[]")
         else:
             self.answer(404, '{"detail": "Not Found"}')
 
@@ -249,13 +253,39 @@ def test_key_and_path(stub, measure, monkeypatch):
 
 
 def test_no_metrics_page(stub, measure):
-    stub.metrics = False
+    stub.metrics = None
     code, report, printed = measure()
     mode = report["modes"]["server"]
     assert code == 0
     assert (mode["tau"], mode["rounds"], mode["utilisation"], mode["server"]["counted"]) == (None, None, None, None)
     assert mode["tokens"] == 15
     assert "acceptance          unknown" in printed.out
+
+
+def test_counters_beside_a_page_of_json(stub, measure, monkeypatch):
+    """TensorRT-LLM: `/metrics` answers, too, and knows no counters; two rounds a reply of five tokens."""
+    page = "trtllm_generation_tokens_total {}\ntrtllm_request_success_total {}\n"
+    page += "trtllm_spec_decode_num_draft_tokens_total {}\ntrtllm_spec_decode_num_accepted_tokens_total {}\n"
+    monkeypatch.setattr(Stub, "page", lambda self: page.format(*(n * self.replies for n in (5, 1, 4, 2))))
+    stub.metrics = "/prometheus/metrics"
+    code, report, printed = measure()
+    mode = report["modes"]["server"]
+    assert code == 0
+    assert (mode["tau"], mode["rounds"], mode["server"]["metrics"]) == (2.0, 6, "/prometheus/metrics")
+    assert "by TensorRT-LLM's counters" in printed.out
+    # it is told once, and forgotten by the server
+    assert "/metrics" not in stub.looked_at
+
+
+@pytest.mark.parametrize("counters", ["/metrics", "/prometheus/metrics"])
+def test_counters_that_appear_with_the_first_reply(stub, measure, monkeypatch, counters):
+    """A page without any before the run, and maybe one of no known engine beside it: what appears was zero."""
+    pages = iter(["", "vllm:generation_tokens_total 15"])
+    monkeypatch.setattr(Stub, "page", lambda self: next(pages))
+    stub.metrics = counters
+    _, report, _ = measure()
+    server = report["modes"]["server"]["server"]
+    assert (server["counted"]["tokens"], server["metrics"]) == (15, counters)
 
 
 def test_no_usage(stub, measure):
@@ -305,6 +335,58 @@ def test_a_request_that_fails_is_counted_and_left_out(stub, measure, what, said)
     assert report["run"]["notes"][-1] in printed.out
 
 
+@pytest.mark.parametrize(
+    "lost, seconds, answered",
+    [
+        ([], 4.0, 4.0),
+        # between the two replies
+        ([(2.0, 12.0)], 14.0, 4.0),
+        # beside both, beside the second, and after both, when nobody waited for it
+        ([(0.0, 4.0)], 4.0, 2.0),
+        ([(2.0, 9.0)], 4.0, 4.0 * 4 / 6),
+        ([(4.0, 600.0)], 4.0, 4.0),
+    ],
+)
+def test_requests_without_an_answer_are_in_no_speed(lost, seconds, answered):
+    """Two replies of five tokens, each a second before its first token and a second after it."""
+    repeat = Repeat([Answer(PROMPT, 0, Reply("x", "stop", 1.0, 2.0, 5))] * 2, lost=lost, seconds=seconds)
+    assert repeat.answered == pytest.approx(answered)
+    assert repeat.rate() == pytest.approx(8 / (answered / 2))
+
+
+def test_a_silent_request_slows_nothing_down(stub, measure, monkeypatch):
+    """Two replies one after the other, and a longer silence between them."""
+    monkeypatch.setattr(server_run, "Endpoint", lambda url: Endpoint(url, idle_seconds=0.6))
+    stub.script, stub.delay = {2: "silent"}, 0.05
+    code, report, printed = measure()
+    mode, rows = report["modes"]["server"], report["outputs"]
+    assert code == 2
+    assert "was silent for 0.6 s" in printed.out
+    decode = sum(row["seconds"] - row["first_token_seconds"] for row in rows)
+    assert mode["tokens_per_second"] == pytest.approx(8 / decode, rel=0.3)
+    whole = sum(row["seconds"] for row in rows)
+    assert mode["seconds"] == pytest.approx(whole, rel=0.3)
+    assert mode["end_to_end_tokens_per_second"] == pytest.approx(10 / mode["seconds"])
+    assert mode["by_category"]["one"]["tokens_per_second"] == pytest.approx(mode["tokens_per_second"], rel=0.3)
+
+
+def test_requests_under_way_at_an_interrupt_are_in_no_speed(stub, measure, monkeypatch, tmp_path):
+    """Of three at once one is answered: a third of the time is its."""
+
+    def show(self, text):
+        if text.startswith("server: 1 of"):
+            signal.raise_signal(signal.SIGINT)
+
+    three = tmp_path / "three.jsonl"
+    three.write_text("\n".join(json.dumps({"prompt": f"{i}"}) for i in range(3)))
+    monkeypatch.setattr(server_run.Progress, "show", show)
+    stub.script, stub.delay = {2: "silent", 3: "silent"}, 0.1
+    code, report, _ = measure("--prompts", str(three), "--batch", "3")
+    [row], mode = report["outputs"], report["modes"]["server"]
+    assert code == 130
+    assert mode["seconds"] == pytest.approx(row["seconds"] / 3, rel=0.2)
+
+
 @pytest.mark.parametrize("what, said", [("500", "answered 500"), ("hangup", "hung up")])
 def test_a_server_that_fails_at_once_is_an_error(stub, measure, what, said):
     stub.script = {0: what}
@@ -327,7 +409,7 @@ def test_a_server_that_dies_is_given_up(stub, measure, tmp_path):
 
 def test_ctrl_c_before_the_first_request(measure, monkeypatch):
     """While the metrics page is fetched, which a server under load may leave hanging."""
-    monkeypatch.setattr(Endpoint, "metrics", lambda self: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(Endpoint, "page", lambda *_: signal.raise_signal(signal.SIGINT))
     code, report, printed = measure()
     assert code == 130
     assert (report["modes"], report["outputs"], report["run"]["interrupted"]) == ({}, [], True)
@@ -339,10 +421,7 @@ def test_a_second_ctrl_c_loses_nothing(stub, measure, monkeypatch):
         signal.raise_signal(signal.SIGINT)
         return render_report(report)
 
-    answered = []
-
     def show(self, text):
-        answered.append(text)
         if text.startswith("server: 1 of"):
             signal.raise_signal(signal.SIGINT)
 
@@ -431,9 +510,8 @@ def test_usage_that_cannot_be(stub, measure, counts):
 
 
 def test_an_empty_reply_has_no_first_token():
-    prompt = Prompt("1", "c", ("x",))
     replies = [Reply("five", "stop", 1.0, 3.0, 5), Reply("", "stop", None, 1.0, 0)]
-    repeat = Repeat([Answer(prompt, 0, reply) for reply in replies], seconds=4.0)
+    repeat = Repeat([Answer(PROMPT, 0, reply) for reply in replies], seconds=4.0)
     assert repeat.rate() == pytest.approx(4 / 2)
 
 
@@ -522,11 +600,12 @@ def test_wrong_addresses(stub, measure):
 
 
 @pytest.mark.parametrize("flags, said", [(["--bad-word", "no"], "--bad-word"), (["--logprobs"], "--logprobs")])
-def test_what_servers_do_not_take(stub, measure, flags, said):
-    code, _, printed = measure(*flags)
+def test_what_servers_do_not_take(measure, flags, said):
+    """Told before anything is asked of a server, which need not run."""
+    code, _, printed = measure("--server", "http://127.0.0.1:1", *flags)
     assert code == 2
-    assert said in printed.err
-    assert not stub.bodies
+    assert f"{said} cannot be asked of --server" in printed.err
+    assert not printed.out
 
 
 def test_conversations_run_at_once(stub, prompts, measure, tmp_path):
@@ -560,7 +639,7 @@ def test_flags_of_the_engine_change_nothing():
     settings = parse_settings(
         ["--server", "http://h:1", "--mode", "tree", "--dtype", "float32", "--hf", "none", "--temperature", "1"]
     )
-    assert [note.split()[0] for note in run_notes(settings)] == ["--mode", "--dtype", "--hf"]
+    assert [note.split()[0] for note in server_notes(settings)] == ["--mode", "--dtype", "--hf"]
 
 
 def test_logit_bias_is_sent_by_token():
