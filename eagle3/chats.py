@@ -10,9 +10,27 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from eagle3.errors import DataError
+from eagle3.errors import ConfigError, DataError
 
 ROLES = ("system", "user", "assistant")
+# arguments of apply_chat_template that are no variables of a template, and what it hands to templates itself
+_OF_THE_CALL = frozenset(
+    (
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tokenizer_kwargs",
+        "truncation",
+    )
+)
 
 
 def read_lines(file: str | Path) -> Iterator[tuple[str, str]]:
@@ -91,6 +109,21 @@ def check_text(text: Any, what: str) -> str:
 def kind(value: Any) -> str:
     """Type and beginning of a JSON value, for messages about it."""
     return "null" if value is None else f"{type(value).__name__} {str(value)[:40]!r}"
+
+
+def check_template_options(name: str, options: Any) -> None:
+    """Raises ConfigError unless setting `name` maps variables of a chat template to values.
+
+    What would change how the template is called, not what it renders, is refused.
+    """
+    if not isinstance(options, dict) or not all(isinstance(key, str) for key in options):
+        raise ConfigError(f"{name} is {kind(options)}, expected an object such as {{enable_thinking: false}}")
+    try:
+        json.dumps(options, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{name} is nothing that JSON can hold ({error})") from None
+    if taken := sorted(_OF_THE_CALL & options.keys()):
+        raise ConfigError(f"{name} sets {', '.join(taken)}, expected variables of the chat template alone")
 
 
 def render_text(

@@ -181,7 +181,8 @@ class EngineTrial:
         self.target, self.depth, self.requests = target, config.ttt.steps, []
         if config.eval.engine_every:
             prompts = load_prompts(Path(config.eval.prompts or shipped_prompts_path()), config.eval.prompt_count)
-            texts = [render(target.tokenizer, prompt.messages([]))[1] for prompt in prompts]
+            options = config.data.template_options
+            texts = [render(target.tokenizer, prompt.messages([]), options)[1] for prompt in prompts]
             new = config.eval.new_tokens
             self.requests = [Request(ids, max_new_tokens=new, prompt_id=i) for i, ids in enumerate(texts)]
 

@@ -99,7 +99,7 @@ class Bench:
         for plan in self.plans:
             if plan.tree is not None:
                 plan.tree.check_positions(self.target.max_positions)
-        self.first_text, _ = render(self.tokenizer, self.prompts[0].messages([]))
+        self.first_text, _ = render(self.tokenizer, self.prompts[0].messages([]), self.settings.template_options)
         plain = Engine(self.target)
         for index, prompt in enumerate(self.prompts):
             turn = self._turn(index, 0, [])
@@ -192,7 +192,7 @@ class Bench:
 
     def _turn(self, index: int, number: int, replies: Sequence[str]) -> Turn:
         settings, prompt = self.settings, self.prompts[index]
-        _, ids = render(self.tokenizer, prompt.messages(replies))
+        _, ids = render(self.tokenizer, prompt.messages(replies), settings.template_options)
         request = Request(
             prompt_ids=ids,
             sampling=self.sampling,

@@ -1,9 +1,13 @@
-"""The flags of `eagle3-infer`, group by group, and the parser that reads them. Knows no torch and runs nothing."""
+"""The flags of `eagle3-infer`, group by group, the parser that reads them, and the settings that come of it.
+
+Knows no torch and runs nothing.
+"""
 
 import argparse
 import difflib
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from dataclasses import fields
+from typing import Any, NoReturn, TypeVar
 
 from eagle3.errors import ConfigError
 from eagle3_infer.config import DRAFT_NOISES, RULES, SamplingConfig
@@ -23,6 +27,10 @@ examples:
   eagle3-infer --target Qwen/Qwen3-1.7B --draft runs/qwen3/best --prompts mine.jsonl --json report.json
   eagle3-infer --mode tree --tree-nodes 8,16,32,auto --repeats 3
   eagle3-infer --temperature 1 --rule match,target_only,rejection --draft-noise none,shared --batch 8"""
+
+Settings = TypeVar("Settings", bound=RunSettings)
+# fields of flags that have the singular for a name
+_FIELDS = {"mode": "modes", "bad_word": "bad_words"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -61,6 +69,20 @@ def build_parser() -> Parser:
     return parser
 
 
+def settings_of(kind: type[Settings], options: dict[str, Any]) -> Settings:
+    """Settings of what a parser has read; `options` are named after the flags.
+
+    Raises:
+        ConfigError: whatever can be known to be wrong without reading a model.
+    """
+    given = {_FIELDS.get(name, name): value for name, value in options.items()}
+    given |= {name: tuple(given[name]) for name in ("stop", "bad_words", "logit_bias")}
+    # words become token ids once there is a tokenizer
+    names = ({field.name for field in fields(SamplingConfig)} - {"bad_words"}) & given.keys()
+    sampling = SamplingConfig(**{name: given.pop(name) for name in names})
+    return kind(sampling=sampling, **given)
+
+
 def add_models(group: Any) -> None:
     default = RunSettings.target
     group.add_argument("--target", default=default, metavar="MODEL", help=f"folder or hub id (default: {default})")
@@ -80,6 +102,13 @@ def add_prompts(group: Any) -> None:
     )
     group.add_argument("--limit", type=int, metavar="N", help="only the first N prompts of each set")
     group.add_argument("--max-turns", type=int, metavar="N", help="only the first N turns of each prompt")
+    group.add_argument(
+        "--template-options",
+        type=_mapping,
+        default={},
+        metavar="YAML",
+        help="variables of the target's chat template, as the head was trained with: '{enable_thinking: false}'",
+    )
 
 
 def add_drafting(group: Any) -> None:
@@ -318,6 +347,18 @@ def _list_of(kind: Callable[[str], Any], text: str, expected: str) -> tuple[Any,
         return tuple(kind(word) for word in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not {expected}") from None
+
+
+def _mapping(text: str) -> dict[str, Any]:
+    import yaml
+
+    try:
+        value = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no object such as {{enable_thinking: false}}")
+    return value
 
 
 def _bias(text: str) -> tuple[int, float]:

@@ -4,7 +4,7 @@ A line is one of `{"prompt": str}`, `{"messages": [{"role", "content"}, ...]}` o
 `{"question_id", "category", "turns": [str, ...]}` (FastChat); all may have `id` and `category`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -126,15 +126,25 @@ def has_template(tokenizer: Any) -> bool:
     return bool(tokenizer.chat_template)
 
 
-def render(tokenizer: Any, messages: list[Message]) -> tuple[str, list[int]]:
+def render(
+    tokenizer: Any, messages: list[Message], template_options: Mapping[str, Any] | None = None
+) -> tuple[str, list[int]]:
     """Text and token ids of a conversation that awaits the assistant's reply.
 
     Through the tokenizer's own chat template; without one the contents are joined by blank lines, as text.
-    Raises DataError when the template refuses the conversation, or nothing comes of it.
+
+    Args:
+        template_options: extra variables for the template, as in training.
+    Raises:
+        ConfigError: template options, and no template.
+        DataError: the template refuses the conversation, or nothing comes of it.
     """
+    options = dict(template_options or {})
     if has_template(tokenizer):
-        text = render_text(tokenizer, messages, add_generation_prompt=True)
-        ids = render_ids(tokenizer, messages, add_generation_prompt=True)
+        text = render_text(tokenizer, messages, add_generation_prompt=True, **options)
+        ids = render_ids(tokenizer, messages, add_generation_prompt=True, **options)
+    elif options:
+        raise ConfigError("template options are given, and the target's tokenizer has no chat template to read them")
     else:
         text = "\n\n".join(message["content"] for message in messages)
         ids = flat_ids(tokenizer(text)["input_ids"])

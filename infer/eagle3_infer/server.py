@@ -28,6 +28,8 @@ def chat_body(settings: RunSettings, model: str, messages: Sequence[Message], mo
     given = {name: value for name in names if (value := getattr(sampling, name)) != getattr(default, name)}
     if sampling.logit_bias:
         given["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias}
+    if settings.template_options:
+        given["chat_template_kwargs"] = settings.template_options
     if settings.stop:
         given["stop"] = list(settings.stop)
     if sampling.temperature > 0:

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import product
 from typing import Any
 
+from eagle3.chats import check_template_options
 from eagle3.embedded import EMBEDDED
 from eagle3.errors import ConfigError
 from eagle3_infer.config import (
@@ -62,6 +63,8 @@ class RunSettings:
     prompts: tuple[str, ...] = (SHIPPED,)
     limit: int | None = None
     max_turns: int | None = None
+    # variables of the chat template; without one they are refused
+    template_options: dict[str, Any] = field(default_factory=dict, hash=False)
     modes: tuple[str, ...] = (PLAIN, CHAIN, TREE)
     tree_depth: tuple[int, ...] = (TreeConfig.depth,)
     tree_top_k: tuple[int, ...] = (TreeConfig.top_k,)
@@ -106,6 +109,7 @@ class RunSettings:
         if unknown or not self.modes:
             found = ", ".join(unknown) or "nothing"
             raise ConfigError(f"--mode names {found}, expected some of {','.join(MODES)}")
+        check_template_options("--template-options", self.template_options)
         self._check_baselines()
         for name in ("rule", "draft_noise", "draft_sharpness", "prompts"):
             if not getattr(self, name):

@@ -1,12 +1,22 @@
 """Lines, messages and rendering that both tools share: every fault names its place, ids are flat or refused."""
 
 import gzip
+import inspect
 import re
 
 import pytest
+from transformers import PreTrainedTokenizerBase
 
-from eagle3.chats import check_message, flat_ids, parse_object, read_lines, render_ids, render_text
-from eagle3.errors import DataError
+from eagle3.chats import (
+    check_message,
+    check_template_options,
+    flat_ids,
+    parse_object,
+    read_lines,
+    render_ids,
+    render_text,
+)
+from eagle3.errors import ConfigError, DataError
 
 LINES = b'\xef\xbb\xbf{"a": 1}\r\n\n  \n{"b": "caf\xc3\xa9"}'
 
@@ -89,3 +99,28 @@ def test_a_template_that_refuses(render):
     """Catches: jinja's errors reaching the user."""
     with pytest.raises(DataError, match="the chat template failed: KeyError: 'tools'"):
         render(Template(KeyError("tools")), [{"role": "user", "content": "Hi"}])
+
+
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        ([], "options is list '\\[\\]', expected an object"),
+        ({1: 2}, "options is dict"),
+        ({"tokenize": False}, "options sets tokenize, expected variables"),
+        ({"day": object()}, "options is nothing that JSON can hold"),
+        ({"x": float("nan")}, "options is nothing that JSON can hold"),
+    ],
+)
+def test_what_are_no_template_options(options, told):
+    with pytest.raises(ConfigError, match=told):
+        check_template_options("options", options)
+
+
+def test_every_argument_of_the_call_is_known():
+    """Catches: an argument of a later transformers that an option would set unseen."""
+    names = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+    # these are handed to the template
+    for name in sorted(names - {"self", "kwargs", "tools", "documents"}):
+        with pytest.raises(ConfigError, match=name):
+            check_template_options("options", {name: None})
+    check_template_options("options", {"tools": [], "documents": [], "enable_thinking": False})

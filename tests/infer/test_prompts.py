@@ -129,6 +129,21 @@ def test_without_template_the_text_is_raw_and_keeps_special_tokens():
     assert text == "Hi" and ids == [1, ord("H"), ord("i")]
 
 
+def test_template_options_reach_the_template():
+    """Catches: a head that was trained without thinking, measured with it."""
+
+    class Thinking(Templated):
+        def apply_chat_template(self, messages, tokenize, enable_thinking=True, **rest):
+            text = "<think>" if enable_thinking else "<done>"
+            return [ord(c) for c in text] if tokenize else text
+
+    for options, expected in ((None, "<think>"), ({"enable_thinking": False}, "<done>")):
+        text, ids = render(Thinking(), [{"role": "user", "content": "Hi"}], options)
+        assert text == expected and ids == [ord(c) for c in expected]
+    with pytest.raises(ConfigError, match="no chat template"):
+        render(Plain(), [{"role": "user", "content": "Hi"}], {"enable_thinking": False})
+
+
 def test_a_prompt_of_no_token():
     class Empty(Plain):
         def __call__(self, text, add_special_tokens=True):

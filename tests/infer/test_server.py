@@ -642,6 +642,12 @@ def test_flags_of_the_engine_change_nothing():
     assert [note.split()[0] for note in server_notes(settings)] == ["--mode", "--dtype", "--hf"]
 
 
+def test_template_options_are_sent_where_they_are_given():
+    assert "chat_template_kwargs" not in chat_body(parse_settings(["--server", "http://h:1"]), "m", [], 4)
+    settings = parse_settings(["--server", "http://h:1", "--template-options", "{enable_thinking: false}"])
+    assert chat_body(settings, "m", [], 4)["chat_template_kwargs"] == {"enable_thinking": False}
+
+
 def test_logit_bias_is_sent_by_token():
     settings = parse_settings(["--server", "http://h:1", "--logit-bias", "5=-2"])
     assert chat_body(settings, "m", [{"role": "user", "content": "x"}], 4)["logit_bias"] == {"5": -2.0}

@@ -148,6 +148,16 @@ def test_two_forms_of_a_report_do_not_replace_each_other(tmp_path, monkeypatch, 
     parse_settings([first, "r", second, "r2"])
 
 
+def test_template_options_are_yaml_or_json():
+    for text in ("{enable_thinking: false}", '{"enable_thinking": false}'):
+        assert parse_settings(["--template-options", text]).template_options == {"enable_thinking": False}
+    for text in ("enable_thinking=false", "[1]", "{", "null", ""):
+        with pytest.raises(ConfigError, match="is no object such as"):
+            parse_settings(["--template-options", text])
+    with pytest.raises(ConfigError, match="--template-options sets return_dict, tokenize, expected variables"):
+        parse_settings(["--template-options", "{tokenize: false, return_dict: true, enable_thinking: true}"])
+
+
 def test_defaults_live_in_the_settings():
     assert parse_settings([]) == RunSettings()
 

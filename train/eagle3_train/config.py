@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from eagle3.chats import check_template_options
 from eagle3.config import HeadOptions
 from eagle3.embedded import EMBEDDED
 from eagle3.errors import ConfigError
@@ -44,6 +45,7 @@ class DataConfig:
         object.__setattr__(self, "files", tuple(map(os.path.expanduser, self.files)))
         if self.vocab_map is not None:
             object.__setattr__(self, "vocab_map", os.path.expanduser(self.vocab_map))
+        check_template_options("data.template_options", self.template_options)
         _at_least("data.max_length", self.max_length, 3)
         _at_least("data.eval_rows", self.eval_rows, 1)
         _at_least("data.shuffle_buffer", self.shuffle_buffer, 1)

@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
+from eagle3.chats import check_template_options
 from eagle3.embedded import EMBEDDED
 from eagle3.errors import ConfigError
 from eagle3_train.reply_file import SUFFIXES
@@ -79,6 +80,7 @@ class RegenerateConfig:
             raise ConfigError("give either --prompts FILE or --self N, the number of chats that the target writes")
         if self.self is None and self.system is not None:
             raise ConfigError("system belongs to --self; prompts bring their own system messages")
+        check_template_options("template_options", self.template_options)
         if not 0 <= self.greedy_share <= 1:
             raise ConfigError(f"greedy_share is {self.greedy_share}; it must be between 0 and 1")
         if not self.output.endswith(SUFFIXES):
