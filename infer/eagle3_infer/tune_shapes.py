@@ -123,10 +123,13 @@ class Prediction(NamedTuple):
 
 
 def shapes(most: TreeConfig) -> Iterator[TreeConfig]:
-    """Trees up to the depth, top_k and nodes of `most` that differ in what they hold."""
+    """Trees up to the depth, top_k and nodes of `most` that differ in what they hold.
+
+    Every depth; of top_k and nodes those of `row_tiers` and the most: what lies between is close to one of them.
+    """
     for depth in range(1, most.depth + 1):
         yield TreeConfig.chain(depth)
-        for top_k in row_tiers(most.top_k)[1:]:
+        for top_k in sorted({*row_tiers(most.top_k), most.top_k} - {1}):
             largest = min(most.nodes, top_k + top_k**2 * (depth - 1))
             for nodes in sorted({*row_tiers(largest), largest}):
                 # with fewer nodes than children a narrower tree is the same; one level is full or the same as one
