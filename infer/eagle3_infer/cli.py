@@ -11,27 +11,17 @@ import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from typing import Any, NoReturn
 
 from eagle3.errors import Eagle3Error, one_line
-from eagle3_infer.config import SamplingConfig
-from eagle3_infer.flags import build_parser
+from eagle3_infer.flags import build_parser, settings_of
 from eagle3_infer.settings import EXIT_ERROR, EXIT_INTERRUPTED, TUNE, RunSettings
 from eagle3_infer.tune_flags import parse_tune_settings
 
 
 def parse_settings(argv: Sequence[str]) -> RunSettings:
     """Raises ConfigError for whatever can be known to be wrong without reading a model."""
-    options = vars(build_parser().parse_args(argv))
-    for flag, name in (("mode", "modes"), ("bad_word", "bad_words")):
-        options[name] = options.pop(flag)
-    for name in ("stop", "bad_words", "logit_bias"):
-        options[name] = tuple(options[name])
-    # words become token ids once there is a tokenizer
-    names = {field.name for field in fields(SamplingConfig)} - {"bad_words"}
-    sampling = {name: options.pop(name) for name in names & options.keys()}
-    return RunSettings(sampling=SamplingConfig(**sampling), **options)
+    return settings_of(RunSettings, vars(build_parser().parse_args(argv)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,7 +7,7 @@ from eagle3_infer.settings import AUTO, CHAIN, HF_MODES, TREE, RunSettings, flag
 
 
 def run_notes(settings: RunSettings) -> list[str]:
-    """One line each, of a run or of a server's measurement."""
+    """One line each, of a run of this package's engine."""
     return [*unused(settings), *_unreachable(settings), *_untied_to_the_seed(settings), *_one_at_a_time(settings)]
 
 
@@ -16,10 +16,13 @@ def tuning_notes(settings: RunSettings) -> list[str]:
     return [*_unused_when_greedy(settings), *_unreachable(settings)]
 
 
+def server_notes(settings: RunSettings) -> list[str]:
+    """One line each, of a server's measurement, which takes no flags of this package's engine."""
+    return [*_unused_by_servers(settings), *_unreachable(settings)]
+
+
 def unused(settings: RunSettings) -> list[str]:
     """What was asked for and changes nothing, flag by flag."""
-    if settings.server is not None:
-        return [f"{name} changes nothing: --server alone is measured" for name in _unused_by_servers(settings)]
     drafts = settings.needs_head
     said = _unused_when_greedy(settings) + _unused_by_shapes(settings)
     if settings.draft is not None and not drafts:
@@ -44,11 +47,17 @@ def unused(settings: RunSettings) -> list[str]:
 
 
 def _unused_by_servers(settings: RunSettings) -> list[str]:
-    """Flags of this package's engine and of Hugging Face's decoding."""
+    """Flags of this package's engine and of Hugging Face's decoding, and what a server is not told."""
     names = ["target", "draft", "dtype", "device", "threads", "kernels", "prefill_rows", "graphs", "verify"]
     names += ["tree_depth", "tree_top_k", "tree_nodes", "tree_level_weight", "chain_depth", "rule", "draft_noise"]
     names += ["draft_sharpness", "threshold", "hf", "assistant"]
-    return ["--mode"] * bool(_given(settings, ["modes"])) + [flag(name) for name in _given(settings, names)]
+    flags = ["--mode"] * bool(_given(settings, ["modes"])) + [flag(name) for name in _given(settings, names)]
+    said = [f"{name} changes nothing: --server alone is measured" for name in flags]
+    if _given(settings, ["html_replies"]):
+        said.append("--html-replies changes nothing: a server tells no rounds")
+    if settings.sampling.temperature == 0 and settings.sampling.seed != SamplingConfig.seed:
+        said.append("--seed changes nothing at temperature 0")
+    return said
 
 
 def _unused_by_shapes(settings: RunSettings) -> list[str]:
@@ -67,12 +76,16 @@ def _unused_when_greedy(settings: RunSettings) -> list[str]:
     if settings.sampling.temperature != 0:
         return []
     given, default = settings.sampling, SamplingConfig()
-    names = [n for n in ("top_k", "top_p", "min_p", "seed") if getattr(given, n) != getattr(default, n)]
-    if settings.needs_head and set(settings.rule) - {MATCH, THRESHOLD}:
-        names.append("rule")
-    if settings.needs_head and set(settings.draft_noise) != {NO_NOISE}:
-        names.append("draft_noise")
-    return [f"{flag(name)} changes nothing at temperature 0" for name in names]
+    names = [flag(n) for n in ("top_k", "top_p", "min_p", "seed") if getattr(given, n) != getattr(default, n)]
+    if settings.needs_head:
+        # greedy requests match, but for the threshold, which takes other drafts of them, too
+        rules = [rule for rule in dict.fromkeys(settings.rule) if rule not in (MATCH, THRESHOLD)]
+        names += [f"--rule {rule}" for rule in rules]
+        if set(settings.draft_noise) != {NO_NOISE}:
+            names.append("--draft-noise")
+        if _given(settings, ["draft_sharpness"]) and SHARED_NOISE in settings.draft_noise:
+            names.append("--draft-sharpness")
+    return [f"{name} changes nothing at temperature 0" for name in names]
 
 
 def _given(settings: RunSettings, names: Sequence[str]) -> list[str]:

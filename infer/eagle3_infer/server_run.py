@@ -1,4 +1,7 @@
-"""`eagle3-infer --server URL`: measure a server instead of the engine of this package, and report alike."""
+"""`eagle3-infer --server URL`: measure a server instead of the engine of this package, and report alike.
+
+Imports no torch: a server is measured from outside.
+"""
 
 import platform
 import sys
@@ -8,16 +11,15 @@ from typing import Any
 
 import eagle3
 from eagle3_infer.endpoint import Endpoint
-from eagle3_infer.notes import run_notes
+from eagle3_infer.notes import server_notes
 from eagle3_infer.outputs import deliver, ignoring_ctrl_c
 from eagle3_infer.plots import check_matplotlib
-from eagle3_infer.prompt_sets import load_sets, sets_told
-from eagle3_infer.run import Progress, how_drawn
+from eagle3_infer.prompt_sets import load_sets
 from eagle3_infer.server import ServerBench
 from eagle3_infer.server_report import SERVER, build_server_report, server_lines
 from eagle3_infer.settings import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK, RunSettings
 from eagle3_infer.table import render_report
-from eagle3_infer.unseen import name_unseen
+from eagle3_infer.terminal import Progress, note_lines, print_header, prompts_line
 
 
 def run_server(settings: RunSettings, argv: Sequence[str]) -> int:
@@ -33,15 +35,8 @@ def run_server(settings: RunSettings, argv: Sequence[str]) -> int:
     endpoint = Endpoint(settings.server or "")
     model = settings.server_model or endpoint.model()
     bench = ServerBench(settings, endpoint, model, prompts, Progress())
-    notes = run_notes(settings)
-    turns = sum(len(prompt.turns) for prompt in prompts)
-    at_once = f", {settings.batch} at once" if settings.batch > 1 else ""
-    header = [
-        f"server   {endpoint.url}, model {model}",
-        f"prompts  {sets_told(settings.prompts)}: {len(prompts)} prompts, {turns} turns{at_once}, "
-        f"up to {settings.max_new_tokens} new tokens, {how_drawn(settings)}",
-    ]
-    print(name_unseen("\n".join([*header, *(f"note: {text}" for text in notes)])), flush=True)
+    notes = server_notes(settings)
+    print_header([f"server   {endpoint.url}, model {model}", prompts_line(settings, prompts)], notes)
     bench.run()
     return conclude(settings, argv, bench, notes)
 
@@ -50,7 +45,7 @@ def conclude(settings: RunSettings, argv: Sequence[str], bench: ServerBench, not
     """Write the report, print its tables; `notes` are those that were printed before the run."""
     with ignoring_ctrl_c(bench.interrupted):
         report = build_server_report(describe(settings, argv, bench, notes), bench.repeats, describe_server(bench))
-        said = ["\n".join(f"note: {text}" for text in bench.notes), render_report(report)]
+        said = ["\n".join(note_lines(bench.notes)), render_report(report)]
         if SERVER in report["modes"]:
             said.append(server_lines(report["modes"][SERVER]))
         if deliver(settings, report, "\n\n".join(part for part in said if part)):

@@ -1,10 +1,18 @@
-"""Requests answered once more, untimed, keeping every tree that was verified: for those who look at single rounds."""
+"""Requests answered once more, untimed, keeping every tree that was verified: for those who look at single rounds.
+
+The engine is given: what was traced is told (`replies.py`) without torch.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from eagle3_infer.engine import Engine
 from eagle3_infer.request import Request, Result
+
+if TYPE_CHECKING:
+    from eagle3_infer.engine import Engine
 
 
 @dataclass(frozen=True)

@@ -8,24 +8,24 @@ from typing import Any
 import torch
 
 from eagle3.heads.eagle3 import Eagle3Head
-from eagle3.target import Target, parse_dtype
+from eagle3.target import Target
 from eagle3_infer.bench import Bench
 from eagle3_infer.compare import compare_modes
 from eagle3_infer.config import TreeConfig
 from eagle3_infer.costs import CostModel, row_tiers
-from eagle3_infer.models import draft_folder, load_draft, load_target, pick_device
+from eagle3_infer.describe import describe_run, header_lines
 from eagle3_infer.notes import tuning_notes
 from eagle3_infer.outputs import deliver, ignoring_ctrl_c
-from eagle3_infer.prompt_sets import load_sets
+from eagle3_infer.prepare import prepare
 from eagle3_infer.prompts import Prompt
 from eagle3_infer.report import build_report
-from eagle3_infer.run import Progress, choose_kernels, describe_run, header_lines
 from eagle3_infer.settings import EXIT_INTERRUPTED, EXIT_OK, PLAIN, TUNE
 from eagle3_infer.table import align, render_report
-from eagle3_infer.tune_counts import count_offers, round_costs, wide_engine
+from eagle3_infer.terminal import Progress, note_lines, print_header
+from eagle3_infer.tune_costs import round_costs
+from eagle3_infer.tune_counts import count_offers, wide_engine
 from eagle3_infer.tune_flags import TuneSettings, command_line, tree_key
 from eagle3_infer.tune_shapes import Prediction, around, at_bounds, finalists, predict
-from eagle3_infer.unseen import name_unseen
 
 SHOWN = 8
 # a fixed tree that is so close to the fastest is preferred to an adaptive one, and a smaller one to a larger
@@ -35,19 +35,13 @@ CLOSE = 0.99
 @torch.inference_mode()
 def tune(settings: TuneSettings, argv: Sequence[str]) -> int:
     """Run and print everything; returns the exit code."""
-    prompts = load_sets(settings.prompts, settings.limit, settings.max_turns)
-    device = pick_device(settings.device)
-    parse_dtype(settings.dtype)
-    draft_folder(settings)
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
-    choose_kernels(settings.kernels, device)
-    target = load_target(settings, device)
-    head = load_draft(settings, target)
+    prepared = prepare(settings)
+    prompts, target, head = prepared
+    assert head is not None, "tuning drafts"
     most = settings.most.narrowed(head.draft_vocab_size)
     most.check_positions(target.max_positions)
-    lines = [*header_lines(settings, target, head, prompts), *(f"note: {text}" for text in tuning_notes(settings))]
-    print(name_unseen("\n".join(lines)))
+    notes = tuning_notes(settings)
+    print_header(header_lines(settings, prepared), notes)
     predictions, cost = predict_shapes(settings, target, head, prompts, most)
     print("\n" + prediction_lines(predictions, cost, settings.batch), flush=True)
     chosen = finalists(predictions, settings.finalists)
@@ -55,7 +49,7 @@ def tune(settings: TuneSettings, argv: Sequence[str]) -> int:
     bench = Bench(replace(settings, trees=tuple(trees)), target, head, prompts, Progress())
     bench.prepare()
     bench.run()
-    return conclude(bench, argv, target, predictions, cost, most)
+    return conclude(bench, argv, notes, predictions, cost, most)
 
 
 def predict_shapes(
@@ -67,9 +61,9 @@ def predict_shapes(
     requests = bench.first_requests()
     bench.progress.show(f"counting what the head offers in {len(requests)} replies")
     engine = wide_engine(target, head, most, settings.rules[0], settings.prefill_rows)
-    offers, results = count_offers(engine, requests)
+    offers = count_offers(engine, requests)
     bench.progress.show("measuring what rows cost")
-    cost = round_costs(engine, most, settings.batch, results)
+    cost = round_costs(engine, most, settings.batch, requests)
     bench.progress.clear()
     return predict(offers, cost, settings.batch, most), cost
 
@@ -77,27 +71,31 @@ def predict_shapes(
 def conclude(
     bench: Bench,
     argv: Sequence[str],
-    target: Target,
+    notes: Sequence[str],
     predictions: Sequence[Prediction],
     cost: CostModel,
     most: TreeConfig,
 ) -> int:
-    """Write the report, print the finalists and the answer."""
+    """Write the report, print the finalists and the answer.
+
+    Args:
+        notes: those that were printed before.
+    """
     settings: Any = bench.settings
     sampled = settings.sampling.temperature > 0
     with ignoring_ctrl_c(bench.interrupted):
         comparison = compare_modes(bench.modes, None, sampled)
-        report = build_report(describe_run(settings, [TUNE, *argv], target, bench), bench.modes, comparison)
+        report = build_report(describe_run(bench, [TUNE, *argv], notes), bench.modes, comparison)
         modes, trees = report["modes"], settings.trees
         tree = fastest(modes, trees)
         report["tune"] = {
-            "costs": cost_figures(cost, settings.batch, most),
+            "costs": cost_seconds(cost, settings.batch, most),
             "predicted": [asdict(each.tree) | each._asdict() | {"tree": tree_key(each.tree)} for each in predictions],
             "best": None if tree is None else asdict(tree),
             "command": command_line(argv, tree) if timed(modes, trees) else None,
         }
-        text = f"{render_report(report)}\n\n{answer_lines(modes, trees, most, argv)}"
-        if deliver(settings, report, text):
+        said = [*note_lines(bench.notes), "", render_report(report), "", answer_lines(modes, trees, most, argv)]
+        if deliver(settings, report, "\n".join(said).lstrip()):
             bench.interrupted = True
     if bench.interrupted:
         print("interrupted: the answer is of what was finished", file=sys.stderr)
@@ -179,8 +177,8 @@ def prediction_lines(predictions: Sequence[Prediction], cost: CostModel, slots: 
     )
 
 
-def cost_figures(cost: CostModel, slots: int, most: TreeConfig) -> dict[str, Any]:
-    """Seconds by rows, as predictions take them."""
+def cost_seconds(cost: CostModel, slots: int, most: TreeConfig) -> dict[str, Any]:
+    """Seconds by rows, as predictions take them, and beside all forwards of a round."""
     return {
         "verify": {str(n): cost.verify(n) for n in row_tiers(slots * (most.nodes + 1))},
         "first": {str(n): cost.first(n) for n in row_tiers(slots * (most.depth + 1))},

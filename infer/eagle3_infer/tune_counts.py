@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from eagle3.heads.protocol import DraftHead
 from eagle3.target import Target
 from eagle3_infer.config import LARGEST, NO_GRAPHS, EngineConfig, RuleConfig, TreeConfig
-from eagle3_infer.cost_probe import measure_costs
-from eagle3_infer.costs import CostModel
 from eagle3_infer.drafter import Draft
 from eagle3_infer.engine import Engine
 from eagle3_infer.request import Request, Result
@@ -58,13 +56,11 @@ def wide_engine(target: Target, head: DraftHead, most: TreeConfig, rule: RuleCon
     return Engine(target, head, everything, EngineConfig(SLOTS, prefill_rows=prefill_rows, graphs=NO_GRAPHS), rule)
 
 
-def count_offers(engine: Engine, requests: Sequence[Request]) -> tuple[Offers, list[Result]]:
+def count_offers(engine: Engine, requests: Sequence[Request]) -> Offers:
     """Answer the requests plainly, noting what was drafted below each token.
 
     Args:
         engine: a `wide_engine`.
-    Returns:
-        The offers, and the replies.
     """
     replies = [_Reply() for _ in requests]
     looked_at = engine.draft
@@ -77,8 +73,7 @@ def count_offers(engine: Engine, requests: Sequence[Request]) -> tuple[Offers, l
             if result is not None:
                 replies[number].result = result
     depth = engine.drafter.tree.depth if engine.drafter else 0
-    results = [reply.result for reply in replies if reply.result is not None]
-    return Offers([reply.roots(depth) for reply in replies], depth), results
+    return Offers([reply.roots(depth) for reply in replies], depth)
 
 
 def _look(engine: Engine, replies: Sequence[_Reply]) -> None:
@@ -86,18 +81,3 @@ def _look(engine: Engine, replies: Sequence[_Reply]) -> None:
     tokens = tree.tokens.tolist()
     for sequence, parents, drafted in zip(engine.running, tree.used_parents(), tokens, strict=True):
         replies[sequence.number].trees.append((parents, drafted[: len(parents)]))
-
-
-def round_costs(engine: Engine, most: TreeConfig, slots: int, results: Sequence[Result]) -> CostModel:
-    """What rows cost on this device, and, from counted replies, what a round takes beside its forwards.
-
-    Args:
-        slots: requests that will run at once.
-    """
-    assert engine.drafter is not None
-    cost = measure_costs(engine.drafter, engine.scheduler.layouts, slots, slots * (most.nodes + 1))
-    rounds = sum(result.rounds for result in results)
-    seconds = sum(result.seconds[stage] for result in results for stage in ("accept", "relocate", "other"))
-    if rounds:
-        cost.observe_round(slots, slots, drafted=True, verify=cost.verify(slots), rest=slots * seconds / rounds)
-    return cost

@@ -3,18 +3,26 @@
 import argparse
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from eagle3.errors import ConfigError
-from eagle3_infer.config import DRAFT_NOISES, NO_NOISE, SamplingConfig, TreeConfig
-from eagle3_infer.flags import Parser, add_machine, add_models, add_processors, add_prompts, add_sampling
+from eagle3_infer.config import DRAFT_NOISES, NO_NOISE, TreeConfig
+from eagle3_infer.flags import (
+    Parser,
+    add_machine,
+    add_models,
+    add_processors,
+    add_prompts,
+    add_sampling,
+    settings_of,
+)
 from eagle3_infer.settings import AUTO, CHAIN, NONE, PLAIN, TREE, ModePlan, RunSettings, flag, shape_name
 
 DESCRIPTION = """\
 Find the draft tree that makes this target and head fastest on this machine, and print the command that uses it.
-Counts what the head offers below every token of some replies, measures what rows cost, predicts every depth, top-k
-and node count from the two, and times the best of them beside plain decoding and adaptive trees."""
+Counts what the head offers below every token of some replies, measures what rows cost, predicts trees of many shapes
+from the two, and times the best of them beside plain decoding and adaptive trees."""
 EPILOG = """\
 examples:
   eagle3-infer tune
@@ -131,14 +139,9 @@ def _add_search(group: Any) -> None:
 def parse_tune_settings(argv: Sequence[str]) -> TuneSettings:
     """Raises ConfigError for whatever can be known to be wrong without reading a model."""
     options = vars(build_tune_parser().parse_args(argv))
-    options["bad_words"] = options.pop("bad_word")
-    for name in ("stop", "bad_words", "logit_bias"):
-        options[name] = tuple(options[name])
     for name in ("tree_depth", "tree_top_k", "tree_nodes", "draft_noise"):
         options[name] = (options[name],)
-    names = {field.name for field in fields(SamplingConfig)} - {"bad_words"}
-    sampling = {name: options.pop(name) for name in names & options.keys()}
-    return TuneSettings(sampling=SamplingConfig(**sampling), **options)
+    return settings_of(TuneSettings, options)
 
 
 def command_line(argv: Sequence[str], tree: TreeConfig | None) -> str:

@@ -5,8 +5,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -595,6 +597,46 @@ def test_help_is_quick_and_imports_nothing_heavy():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONPATH": paths}
     )
     assert done.stdout.strip() == "[]" and time.perf_counter() - start < 2
+
+
+class Server(BaseHTTPRequestHandler):
+    """Says one word to everybody."""
+
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        self.send_error(404)
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.end_headers()
+        events = {"choices": [{"delta": {"content": "Hi"}}]}, {"choices": [], "usage": {"completion_tokens": 1}}
+        for event in (*map(json.dumps, events), "[DONE]"):
+            self.wfile.write(f"data: {event}\n\n".encode())
+
+
+@pytest.fixture
+def server():
+    """The address of one."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as running:
+        threading.Thread(target=running.serve_forever, args=(0.02,), daemon=True).start()
+        yield f"http://127.0.0.1:{running.server_port}"
+        running.shutdown()
+
+
+def test_a_server_is_measured_without_torch(server, prompts_file, tmp_path):
+    """From the flags to the page: no model is loaded, so what loads them is not waited for."""
+    page = tmp_path / "page.html"
+    code = (
+        "import sys; from eagle3_infer.cli import main; code = main(sys.argv[1:]); "
+        "print(code, sorted({'torch', 'transformers', 'tokenizers', 'triton'} & set(sys.modules)))"
+    )
+    words = ["--server", server, "--server-model", "m", "--prompts", str(prompts_file), "--html", str(page)]
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "0 []", done.stdout + done.stderr
+    assert "EAGLE-3 report" in page.read_text()
 
 
 @pytest.mark.parametrize(

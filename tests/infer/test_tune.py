@@ -157,3 +157,21 @@ def test_whole_run(tmp_path, capsys):
     kept = shlex.split(command)[1:]
     assert kept[: len(argv)] == argv
     assert parse_settings(kept).batch == 2
+
+
+def test_every_note_is_printed_and_in_the_report(tmp_path, capsys):
+    """Those of the flags before the run, those of the prompts after it."""
+    target = tiny_folder(tmp_path / "target", max_position_embeddings=128)
+    prompts, report = tmp_path / "prompts.jsonl", tmp_path / "report.json"
+    prompts.write_text(json.dumps({"id": "long", "turns": ["a", "b" * 200]}))
+    argv = ["--target", str(target), "--draft", "random", "--prompts", str(prompts), "--max-new-tokens", "4"]
+    search = ["--tree-depth", "1", "--tree-top-k", "2", "--tree-nodes", "2", "--finalists", "1", "--repeats", "1"]
+    flags = ["--max-turns", "2", "--top-p", "0.5", "--json", str(report)]
+    assert main(["tune", *argv, *search, *flags]) == 0
+    notes = json.loads(report.read_text())["run"]["notes"]
+    assert [note.partition(",")[0] for note in notes] == [
+        "--top-p changes nothing at temperature 0",
+        "prompt long: turn 2 left out",
+    ]
+    printed = capsys.readouterr().out.splitlines()
+    assert [line for line in printed if line.startswith("note: ")] == [f"note: {note}" for note in notes]

@@ -2,13 +2,12 @@
 
 import random
 
-import numpy as np
 import pytest
 
 from eagle3_infer.config import EngineConfig, RuleConfig, SamplingConfig, TreeConfig
 from eagle3_infer.costs import CostModel
 from eagle3_infer.engine import Engine, Request
-from eagle3_infer.tune_counts import count_offers, round_costs, wide_engine
+from eagle3_infer.tune_counts import count_offers, wide_engine
 from eagle3_infer.tune_shapes import (
     NodesNeeded,
     Offers,
@@ -119,9 +118,8 @@ def test_counted_rounds_are_the_engines():
     """One wide draft per token tells the rounds that the engine then takes with any smaller tree."""
     known, most = overfit("llama"), TreeConfig(5, 4, 40)
     requests = greedy_requests(known, 3)
-    offers, results = count_offers(wide_engine(known.target, known.head, most, RuleConfig(), 512), requests)
-    assert [len(result.token_ids) for result in results] == [14, 17, 20]
-    assert offers.tokens == 13 + 16 + 19
+    offers = count_offers(wide_engine(known.target, known.head, most, RuleConfig(), 512), requests)
+    assert offers.lengths == [13, 16, 19]
     trees = [TreeConfig.chain(1), TreeConfig.chain(5), TreeConfig(3, 2, 5), TreeConfig(5, 4, 12), most]
     taus = set()
     for tree in trees:
@@ -138,7 +136,7 @@ def test_sampled_replies_are_counted_alike():
     rule = RuleConfig(draft_noise="shared")
     sampling = SamplingConfig(temperature=1.0, seed=3)
     requests = [Request(p, sampling, max_new_tokens=16, prompt_id=i) for i, p in enumerate(known.prompts[:3])]
-    offers, _ = count_offers(wide_engine(known.target, known.head, most, rule, 512), requests)
+    offers = count_offers(wide_engine(known.target, known.head, most, rule, 512), requests)
     for tree in (TreeConfig.chain(2), most):
         assert counted_rounds(offers, tree) == engine_rounds(known, tree, requests, rule), tree
 
@@ -156,13 +154,13 @@ def test_more_requests_than_slots_and_ends():
         Request(p, max_new_tokens=1 + 2 * (i % 5), prompt_id=i, eos_ids=tuple(eos)) for i, p in enumerate(prompts)
     ]
     engine = wide_engine(target, head, TreeConfig(3, 2, 8), RuleConfig(), prefill_rows=5)
-    offers, results = count_offers(engine, requests)
-    assert [len(result.token_ids) for result in results] == [
-        next((at + 1 for at, token in enumerate(whole.token_ids) if token in eos), len(whole.token_ids))
+    offers = count_offers(engine, requests)
+    # a token per root, and the last of each reply
+    assert offers.lengths == [
+        next((at for at, token in enumerate(whole.token_ids) if token in eos), len(whole.token_ids) - 1)
         for whole in plain
     ]
-    assert offers.tokens == sum(len(result.token_ids) - 1 for result in results)
-    assert all(result.rounds == len(result.token_ids) - 1 for result in results)
+    assert 0 in offers.lengths and len(set(offers.lengths)) > 3
 
 
 def flat_cost(row, level, base=10.0):
@@ -208,6 +206,14 @@ def test_shapes_are_legal_unlike_and_within_bounds():
     assert list(shapes(TreeConfig(1, 1, 1))) == [TreeConfig.chain(1)]
 
 
+@pytest.mark.parametrize("top_k, tried", [(2, {1, 2}), (5, {1, 2, 3, 4, 5}), (10, {1, 2, 3, 4, 6, 8, 10})])
+def test_the_widest_that_is_asked_for_is_looked_at(top_k, tried):
+    """Also where it is none of the steps; only then can the answer say that it is as wide as was looked at."""
+    most = TreeConfig(3, top_k, min(30, top_k + 2 * top_k**2))
+    assert {tree.top_k for tree in shapes(most)} == tried
+    assert any(at_bounds(tree, most) == ["depth", "top_k", "nodes"] for tree in shapes(most))
+
+
 def test_finalists_differ_in_nodes_and_have_a_chain():
     trees = [(4, 4, 16), (3, 4, 16), (4, 3, 12), (3, 3, 8), (2, 2, 6), (2, 1, 2)]
     predictions = [Prediction(TreeConfig(*tree), 2.0, 100.0 - i) for i, tree in enumerate(trees)]
@@ -225,13 +231,3 @@ def test_adaptive_tree_around_the_best():
     assert around(TreeConfig.chain(1), most).adaptive
     assert around(TreeConfig(6, 8, 64), most) == TreeConfig(6, 8, 64, adaptive=True)
     assert around(TreeConfig.chain(1), TreeConfig.chain(1)) == TreeConfig(1, 1, 1, adaptive=True)
-
-
-def test_costs_are_measured_with_the_rest_of_a_round():
-    known, most = overfit("llama"), TreeConfig(2, 2, 4)
-    engine = wide_engine(known.target, known.head, most, RuleConfig(), 512)
-    _, results = count_offers(engine, greedy_requests(known, 2))
-    cost = round_costs(engine, most, 2, results)
-    rest = sum(r.seconds[name] for r in results for name in ("accept", "relocate", "other"))
-    assert cost.rest(2, drafted=True) == pytest.approx(2 * rest / sum(r.rounds for r in results))
-    assert np.all(np.diff(cost.verify.at(np.array([1, 2, 4, 8]))) >= 0)
