@@ -336,12 +336,11 @@ def test_table(report):
 
 def test_what_is_not_timed_by_stage_is_no_zero():
     """Of transformers one time is known; an engine's mode without a round has spent none, and that is known."""
-    whole = {"draft": 0.0, "verify": 0.0, "other": 1.5}
     modes = [
         mode_run("plain", [output("plain", [1] * 6, draft=0.0)]),
         mode_run("tree", [output("tree", [], draft=0.0, verify=0.0, other=0.0)], TREE),
-        mode_run("hf_generate", [output("hf_generate", [1] * 6, **whole)]),
-        mode_run("hf_prompt_lookup", [output("hf_prompt_lookup", [2] * 3, **whole)]),
+        mode_run("hf_generate", [output("hf_generate", [1] * 6, draft=0.0, verify=0.0, other=1.5)]),
+        mode_run("hf_prompt_lookup", [output("hf_prompt_lookup", [2] * 3, draft=0.0, verify=0.0, other=1.5)]),
     ]
     text = render_report(build_report({}, modes, compare_modes(modes, None, False)))
     assert [line.split()[-4:] for line in text.splitlines()[2:6]] == [
