@@ -37,6 +37,6 @@ class NotFiniteError(Eagle3Error):
     """The target's hidden states or logits hold NaN or infinity; the message names the document."""
 
 
-def one_line(error: Eagle3Error) -> str:
+def one_line(error: Exception) -> str:
     """What scripts print on stderr before they exit with 2."""
     return "error: " + " ".join(str(error).split())

@@ -24,6 +24,7 @@ from eagle3_infer.settings import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK
 from eagle3_recipes.budget import parse_budget
 from eagle3_recipes.execute import DONE, FAILED, Execution, Job
 from eagle3_recipes.plan import Options, PlannedRun, plan
+from eagle3_recipes.plots import check_plot
 from eagle3_recipes.stages import note_settings, stages
 from eagle3_recipes.summary import show
 from eagle3_recipes.sweep import Sweep, check_seeds, read_sweep
@@ -68,24 +69,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         given = build_parser().parse_args(argv)
         sweep, options = read_sweep(given.sweep), _options(given)
         runs = plan(sweep, options)
-        jobs = [Job(run.name, run.folder, stages(run, sweep, options, _threads(options))) for run in runs]
+        check_plot(sweep, runs)
+        chosen = [run for run in runs if options.takes(run.variant)]
+        jobs = [Job(run.name, run.folder, stages(run, sweep, options, _threads(options))) for run in chosen]
         if given.dry_run:
             return _print_commands(jobs)
+        for run in chosen:
+            note_settings(run)
         return _run(sweep, options, runs, jobs)
-    except Eagle3Error as error:
+    except (Eagle3Error, OSError) as error:
         print(one_line(error), file=sys.stderr)
-        return EXIT_ERROR
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
         return EXIT_ERROR
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
 
 
 def _run(sweep: Sweep, options: Options, runs: Sequence[PlannedRun], jobs: Sequence[Job]) -> int:
-    print(f"{sweep.question}\n{len(runs)} runs in {options.output / 'runs'}", flush=True)
-    for run in runs:
-        note_settings(run)
+    """Run the jobs; show all runs of the sweep, also those that are no job of today."""
+    print(f"{sweep.question}\n{len(jobs)} runs in {options.output / 'runs'}", flush=True)
     code = EXIT_OK
     try:
         Execution(jobs, options.places, tell=lambda text: print(text, flush=True)).run()
@@ -93,13 +94,22 @@ def _run(sweep: Sweep, options: Options, runs: Sequence[PlannedRun], jobs: Seque
         code = EXIT_INTERRUPTED
     except SystemExit as end:
         code = int(end.code or EXIT_ERROR)
-    show(sweep, options, runs)
+    try:
+        show(sweep, options, runs)
+    finally:
+        # also where a full disk takes no table
+        failed = _tell_unfinished(jobs)
+    return code or (EXIT_FAILED if failed else EXIT_OK)
+
+
+def _tell_unfinished(jobs: Sequence[Job]) -> bool:
+    """Say what failed and what is left; whether any failed."""
     failed = [job for job in jobs if job.status == FAILED]
     for job in failed:
         print(f"\n{job.name}: {job.failure}", file=sys.stderr)
     if unfinished := sum(job.status != DONE for job in jobs):
         print(f"{unfinished} of {len(jobs)} runs are not done; the same command goes on", file=sys.stderr)
-    return code or (EXIT_FAILED if failed else EXIT_OK)
+    return bool(failed)
 
 
 def _print_commands(jobs: Sequence[Job]) -> int:

@@ -5,6 +5,7 @@ reaches this process alone, which then asks them to end and waits. Each holds th
 """
 
 import os
+import shlex
 import signal
 import subprocess
 import time
@@ -114,16 +115,17 @@ class Execution:
     def _go_on(self, job: Job, place: Mapping[str, str]) -> None:
         """Start the job's next stage, or note that there is none and give the place back."""
         for stage in job.stages:
-            if not stage.done():
+            try:
+                if stage.done():
+                    continue
                 job.status = WAITING
                 self.tell(f"{self._count(job)} {job.name}: {stage.name} -> {stage.log}")
-                try:
-                    process = self._start(stage.command, stage.log, place)
-                except Eagle3Error as error:
-                    self._fail(job, place, f"{stage.name} did not start", f"  {error}")
-                    return
-                self._running.append(_Running(job, stage, process, place, time.monotonic()))
+                process = self._start(stage.command, stage.log, place)
+            except (Eagle3Error, OSError) as error:
+                self._fail(job, place, f"{stage.name} did not start", str(error))
                 return
+            self._running.append(_Running(job, stage, process, place, time.monotonic()))
+            return
         if not job.seconds:
             self.tell(f"{self._count(job)} {job.name}: done before")
         job.status = DONE
@@ -138,16 +140,22 @@ class Execution:
     def _finish(self, one: _Running, code: int) -> None:
         job, stage = one.job, one.stage
         job.seconds[stage.name] = time.monotonic() - one.began
-        if code == 0:
-            stage.after()
-        if code == 0 and stage.done():
+        try:
+            if code == 0:
+                stage.after()
+            good = code == 0 and stage.done()
+        except (Eagle3Error, OSError, KeyError, ValueError) as error:
+            what = f"{stage.name} ended well, and its result cannot be kept"
+            self._fail(job, one.place, what, f"{type(error).__name__}: {error}")
+            return
+        if good:
             self._go_on(job, one.place)
             return
         what = f"{stage.name} {f'ended with code {code}' if code else 'ended well, and left no result'}"
         self._fail(job, one.place, what, f"the end of {stage.log}:\n{tail(stage.log)}")
 
     def _fail(self, job: Job, place: Mapping[str, str], what: str, why: str) -> None:
-        job.status, job.failure = FAILED, f"{what}; {why.lstrip()}"
+        job.status, job.failure = FAILED, f"{what}; {why}"
         self._free.append(place)
         self.tell(f"{self._count(job)} {job.name}: {what}")
 
@@ -169,7 +177,15 @@ class Execution:
                     one.process.kill()
 
 
-def start_process(command: Sequence[str], log: Path, place: Mapping[str, str]) -> subprocess.Popen[bytes]:
+class Group(subprocess.Popen[bytes]):
+    """A process with a group of its own, which ends as one: workers that are left would hold the folder's lock."""
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.killpg(self.pid, signal.SIGKILL)
+
+
+def start_process(command: Sequence[str], log: Path, place: Mapping[str, str]) -> Group:
     """Start a command; its output is appended to the log, after the command itself. It holds the folder's lock.
 
     Raises:
@@ -177,9 +193,10 @@ def start_process(command: Sequence[str], log: Path, place: Mapping[str, str]) -
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with take_lock(log.parent) as lock, log.open("ab") as file:
-        file.write(f"$ {' '.join(command)}\n".encode())
+        # an argument may hold bytes that are no text
+        file.write(f"$ {shlex.join(command)}\n".encode("utf-8", "backslashreplace"))
         file.flush()
-        process = subprocess.Popen(
+        process = Group(
             command,
             stdin=subprocess.DEVNULL,
             stdout=file,

@@ -2,14 +2,19 @@
 outputs, not how fast a machine is told to be."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
+from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from eagle3.errors import ConfigError
+from eagle3_train.sources import FileSource, SavedSource, Source, open_sources
 
 Settings = dict[str, Any]
+# of a head's folder, what load_head reads
+HEAD_FILES = ("config.json", "model.safetensors")
 
 
 class Identity:
@@ -43,18 +48,47 @@ class Identity:
             raise ConfigError(f"{made} was made under other defaults ({told}); move it away, or give another --output")
 
 
-def content(path: Path | str | None) -> str | None:
-    """Digest of a file, or of a head's folder by its weights; of what is no local file, its name."""
-    if path is None:
-        return None
-    file = Path(path) / "model.safetensors" if Path(path).is_dir() else Path(path)
+def data_content(names: Iterable[str]) -> list[str]:
+    """Digests of the chats that `data.files` stand for, file by file; of a data set of the hub, its name.
+
+    Raises:
+        DataError: see open_sources.
+    """
+    return [digest for source in open_sources(names) for digest in _source_content(source)]
+
+
+def head_content(folder: Path | str) -> str:
+    """Digest of a head's settings and weights; raises ConfigError for a folder that holds no head."""
+    return "-".join(file_content(Path(folder) / name) for name in HEAD_FILES)
+
+
+def file_content(path: Path | str) -> str:
+    """Digest of a file; raises ConfigError where there is none."""
+    file = Path(path).absolute()
     if not file.is_file():
-        return str(path)
+        raise ConfigError(f"{path}: no such file")
+    status = file.stat()
+    return _digest(file, status.st_size, status.st_mtime_ns)
+
+
+# every run of a sweep asks for the same files, which may be large
+@cache
+def _digest(file: Path, _size: int, _changed: int) -> str:
     with file.open("rb") as stream:
         digest = blake2b(digest_size=8)
         while block := stream.read(2**22):
             digest.update(block)
     return digest.hexdigest()
+
+
+def _source_content(source: Source) -> list[str]:
+    if isinstance(source, FileSource):
+        return [file_content(source.name)]
+    if isinstance(source, SavedSource):
+        # `datasets` caches what is made of a data set beside it
+        files = sorted(p for p in Path(source.name).iterdir() if p.is_file() and not p.name.startswith("cache-"))
+        return [file_content(file) for file in files]
+    return [source.name]
 
 
 def _within(key: str, names: frozenset[str]) -> bool:

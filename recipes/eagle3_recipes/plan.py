@@ -1,6 +1,7 @@
 """From a sweep and the command line to runs: their folders, settings and commands. Runs nothing, loads no torch."""
 
 import json
+import os
 import re
 import sys
 from dataclasses import dataclass, replace
@@ -13,9 +14,9 @@ from eagle3.config import load_config
 from eagle3.errors import ConfigError, Eagle3Error
 from eagle3_infer.cli import parse_settings
 from eagle3_infer.prompt_sets import find_set
-from eagle3_infer.settings import RunSettings
+from eagle3_infer.settings import RANDOM_DRAFT, RunSettings
 from eagle3_recipes.budget import Budget
-from eagle3_recipes.identity import Identity, content
+from eagle3_recipes.identity import Identity, data_content, file_content, head_content
 from eagle3_recipes.sweep import Settings, Sweep
 from eagle3_train.config import TrainConfig
 
@@ -30,6 +31,8 @@ _OF_TRAINING = frozenset(
     )
 )
 _OF_EVALUATION = frozenset(("draft", "prompts", "threads", "json", "html", "html_replies", "plot"))
+# flags of eagle3-infer that are given once for every value, as a value may hold a comma
+REPEATED = frozenset(("stop", "bad_word", "logit_bias"))
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,10 @@ class Options:
         """What the environment of each job at once adds: the GPUs in turn."""
         return [{"CUDA_VISIBLE_DEVICES": self.gpus[i % len(self.gpus)]} if self.gpus else {} for i in range(self.jobs)]
 
+    def takes(self, variant: str) -> bool:
+        """Whether it is to be run; the table shows the others, too."""
+        return not self.only or variant in self.only
+
 
 @dataclass(frozen=True)
 class Training:
@@ -72,8 +79,13 @@ class Training:
 
     @cached_property
     def identity(self) -> Identity:
-        files = {"data": [content(name) for name in self.config.data.files]}
-        return Identity(self.config, TrainConfig(), _OF_TRAINING, files)
+        config = self.config
+        contents: Settings = {"data": data_content(config.data.files)}
+        if config.init_head is not None:
+            contents["init_head"] = head_content(config.init_head)
+        if config.data.vocab_map is not None:
+            contents["data.vocab_map"] = file_content(config.data.vocab_map)
+        return Identity(config, TrainConfig(), _OF_TRAINING, contents)
 
     def store(self, root: Path) -> Path:
         """The feature store that this run may share: of one target, set of layers, length and template."""
@@ -101,11 +113,15 @@ class Evaluation:
 
     @property
     def temperature(self) -> float:
-        return float(self.given.get("temperature", 0))
+        return self.settings.sampling.temperature
 
     @property
     def words(self) -> list[str]:
         return [word for name, value in self.given.items() for word in _flag(name, value)]
+
+    @cached_property
+    def settings(self) -> RunSettings:
+        return parse_settings(self.words)
 
     @cached_property
     def identity(self) -> Identity:
@@ -116,10 +132,10 @@ class Evaluation:
         return self._identity({k: v for k, v in self.given.items() if k != "temperature"})
 
     def _identity(self, given: Settings) -> Identity:
-        settings = parse_settings(Evaluation(given).words)
-        head = self.head or content(settings.draft or SHIPPED_HEAD)
-        files = {"prompts": [_prompts_content(word) for word in settings.prompts], "head": head}
-        return Identity(settings, RunSettings(), _OF_EVALUATION, files)
+        settings = Evaluation(given).settings
+        head = self.head or _draft_content(settings.draft)
+        contents = {"prompts": [_prompts_content(word) for word in settings.prompts], "head": head}
+        return Identity(settings, RunSettings(), _OF_EVALUATION, contents)
 
 
 @dataclass(frozen=True)
@@ -157,7 +173,7 @@ class PlannedRun:
 
 
 def plan(sweep: Sweep, options: Options) -> list[PlannedRun]:
-    """All runs, the first seed of every variant before the second of any.
+    """All runs, also those that --only leaves out, the first seed of every variant before the second of any.
 
     Raises:
         ConfigError: a variant that is not there, a setting that trainer or eagle3-infer refuse.
@@ -167,10 +183,9 @@ def plan(sweep: Sweep, options: Options) -> list[PlannedRun]:
         raise ConfigError(f"--only names {', '.join(unknown)}; {sweep.path} has {', '.join(sweep.variants)}")
     if not sweep.trains and (options.files or options.budget):
         raise ConfigError(f"{sweep.path} trains nothing; leave out --files and --budget")
-    chosen = {name: given for name, given in sweep.variants.items() if not options.only or name in options.only}
     seeds = options.seeds or sweep.seeds
     folders: dict[str, Path] = {}
-    runs = [_run(sweep, options, name, given, seed, folders) for seed in seeds for name, given in chosen.items()]
+    runs = [_run(sweep, options, *variant, seed, folders) for seed in seeds for variant in sweep.variants.items()]
     if not sweep.trains:
         runs = [run for one in runs if (run := _drawn(one, seeds[0])).evaluations]
     for i, run in enumerate(runs):
@@ -194,11 +209,13 @@ def _run(sweep: Sweep, options: Options, name: str, given: Settings, seed: int, 
             flags.setdefault("seed", seed)
         temperatures = flags.get("temperature", 0)
         several = temperatures if isinstance(temperatures, list) else [temperatures]
+        if not several:
+            raise ConfigError("temperature is []; give one or more")
         head = None if training is None else training.identity.digest
         evaluations = tuple(Evaluation({**flags, "temperature": t}, head) for t in several)
         identity = evaluations[0].without_temperature if training is None else training.identity
-        for evaluation in evaluations:
-            _ = evaluation.identity
+        if len({evaluation.identity.digest for evaluation in evaluations}) < len(evaluations):
+            raise ConfigError(f"temperature is {several}; give each once")
     except Eagle3Error as error:
         raise ConfigError(f"{sweep.path}, variant {name}: {error}") from None
     if identity.digest not in folders:
@@ -265,18 +282,27 @@ def _text(value: Any) -> str:
 
 
 def _flag(name: str, value: Any) -> list[str]:
-    """A switch has no value; a list is a comma list."""
+    """A switch has no value; a list is a comma list, or the flag once for each value."""
     flag = f"--{name.replace('_', '-')}"
     if isinstance(value, bool) or value is None:
         return [flag] if value else []
+    if name in REPEATED:
+        # = as a text may begin with a dash
+        return [f"{flag}={one}" for one in (value if isinstance(value, list) else [value])]
     return [flag, ",".join(map(str, value)) if isinstance(value, list) else str(value)]
 
 
-def _prompts_content(word: str) -> str | None:
+def _prompts_content(word: str) -> str:
     file = find_set(word)
     if not file.is_file():
         raise ConfigError(f"prompts {word!r}: no such file")
-    return content(file)
+    return file_content(file)
+
+
+def _draft_content(draft: str | None) -> str:
+    if draft == RANDOM_DRAFT:
+        return draft
+    return head_content(SHIPPED_HEAD if draft is None else os.path.expanduser(draft))
 
 
 def _digest(value: Any) -> str:

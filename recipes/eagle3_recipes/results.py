@@ -5,55 +5,82 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from eagle3.errors import ConfigError
 from eagle3_infer.names import mode_title
+from eagle3_infer.settings import CHAIN
 from eagle3_recipes.plan import Evaluation, PlannedRun
 
 Record = dict[str, Any]
 
 
+# what a file of another version lacks, or holds in another shape
+_OTHER_KEYS = (KeyError, IndexError, TypeError, ValueError, AttributeError)
+
+
 def trained(run: PlannedRun) -> bool:
-    """Whether its training came to its end."""
-    return (run.head / "last").is_dir() and _read(run.head / "run.json").get("ended") is not None
+    """Whether its training came to its end; raises ConfigError as training_figures."""
+    return training_figures(run) is not None
 
 
 def evaluated(run: PlannedRun, evaluation: Evaluation) -> bool:
-    """Whether its evaluation's report lies there, whole."""
-    return bool(_read(run.report(evaluation)).get("modes"))
+    """Whether its evaluation's report lies there, whole; raises ConfigError for one of another version."""
+    return evaluation_figures(run, evaluation) is not None
+
+
+def unmeasured(run: PlannedRun) -> Record:
+    """The result of a run of which nothing is known but its settings."""
+    place = {"variant": run.variant, "seed": run.seed, "settings": run.given, "folder": str(run.folder)}
+    return {**place, "complete": False, "training": None, "evaluations": []}
 
 
 def result(run: PlannedRun) -> Record:
-    """What is known of a run so far: its settings, its training, and the figures of each evaluation's modes."""
-    reports = [(e, _read(run.report(e))) for e in run.evaluations]
-    evaluations = [
-        {
+    """What is known of a run so far: its settings, its training, and the figures of each evaluation's modes.
+
+    Raises:
+        ConfigError: a record or report of another version.
+    """
+    training = None if run.training is None else training_figures(run)
+    evaluations = [figures for e in run.evaluations if (figures := evaluation_figures(run, e)) is not None]
+    complete = len(evaluations) == len(run.evaluations) and (run.training is None or training is not None)
+    return {**unmeasured(run), "complete": complete, "training": training, "evaluations": evaluations}
+
+
+def evaluation_figures(run: PlannedRun, evaluation: Evaluation) -> Record | None:
+    """Of every mode; None: there is no whole report. Raises ConfigError for one of another version."""
+    file = run.report(evaluation)
+    report = _read(file)
+    if not report.get("modes"):
+        return None
+    try:
+        return {
             "temperature": evaluation.temperature,
             "seconds": sum(mode["seconds"] for mode in report["modes"].values()),
             "prompts": len({row["id"] for row in report["outputs"]}),
-            "modes": {key: _mode(key, mode) for key, mode in report["modes"].items()},
+            "modes": {key: mode_figures(key, mode) for key, mode in report["modes"].items()},
         }
-        for evaluation, report in reports
-        if report.get("modes")
-    ]
-    whole = len(evaluations) == len(run.evaluations)
-    return {
-        "variant": run.variant,
-        "seed": run.seed,
-        "settings": run.given,
-        "folder": str(run.folder),
-        "complete": whole and (run.training is None or trained(run)),
-        "training": training_figures(run) if run.training is not None else None,
-        "evaluations": evaluations,
-    }
+    except _OTHER_KEYS as error:
+        raise _other_version(file, error, file) from error
 
 
 def training_figures(run: PlannedRun) -> Record | None:
     """Size and length of the training, and its last held-out figures; None: it has not ended.
 
     `update_seconds` are of all parts of a resumed run; `wall_seconds`, loading and all, None where a part was killed.
+
+    Raises:
+        ConfigError: a record of another version.
     """
-    if not trained(run):
+    file = run.head / "run.json"
+    record = _read(file)
+    if record.get("ended") is None or not (run.head / "last").is_dir():
         return None
-    record = _read(run.head / "run.json")
+    try:
+        return _training_figures(run, record)
+    except (OSError, *_OTHER_KEYS) as error:
+        raise _other_version(file, error, run.head) from error
+
+
+def _training_figures(run: PlannedRun, record: Record) -> Record:
     lines = [json.loads(line) for line in (run.head / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     held_out = [line for line in lines if line.get("split") == "eval"][-1]
     parts = [part.get("seconds") for part in [*record["previous"], record]]
@@ -80,7 +107,7 @@ def records(results: list[Record]) -> list[Record]:
     for one in results:
         training = one["training"] or {}
         head = {"variant": one["variant"], "seed": one["seed"], "status": "done" if one["complete"] else "unfinished"}
-        head |= {f"set.{key}": _cell(value) for key, value in one["settings"].items()}
+        head |= _given(one["settings"])
         head |= {f"train.{k}": v for k, v in training.items() if not isinstance(v, list)}
         for name in ("alpha", "accept", "accept_chain"):
             head |= {f"train.{name}.{k}": value for k, value in enumerate(training.get(name, ()))}
@@ -91,6 +118,23 @@ def records(results: list[Record]) -> list[Record]:
         ]
         rows += [{**head, **mode} for mode in modes] or [head]
     return rows
+
+
+def planned_rows(runs: Sequence[PlannedRun]) -> list[Record]:
+    """The rows that drafting modes of the runs will have, without figures."""
+    return [
+        {
+            "variant": run.variant,
+            **_given(run.given),
+            "temperature": evaluation.temperature,
+            "mode": plan.key,
+            **_names(plan.key, {"settings": plan.settings, "lossy": not plan.settings["lossless"]}),
+        }
+        for run in runs
+        for evaluation in run.evaluations
+        for plan in evaluation.settings.plans()
+        if plan.settings
+    ]
 
 
 def mode_rows(records: Sequence[Record]) -> list[tuple[str, list[Record]]]:
@@ -108,26 +152,37 @@ def mode_rows(records: Sequence[Record]) -> list[tuple[str, list[Record]]]:
     return [(name(rows[0]), rows) for rows in groups.values()]
 
 
-def _mode(key: str, mode: Record) -> Record:
-    """The figures of a mode that tables and plots show."""
+def _given(settings: Record) -> Record:
+    return {f"set.{key}": _cell(value) for key, value in settings.items()}
+
+
+def _names(key: str, mode: Record) -> Record:
+    """A mode's settings, and what tables and plots call it; `shape` is that of a line over nodes."""
     settings = {k: v for k, v in mode["settings"].items() if k != "lossless"}
-    settings["title"] = mode_title(key, mode)
-    settings["kind"] = key.partition("[")[0]
-    if settings.get("top_k", 1) > 1:
-        # a line of a plot over nodes
-        settings["shape"] = f"{settings['kind']} d{settings['depth']}k{settings['top_k']}"
-    else:
-        settings["shape"] = settings["kind"]
+    kind = shape = key.partition("[")[0]
+    if "depth" in settings and kind != CHAIN:
+        weight = settings.get("level_weight", 1)
+        shape = f"{kind} d{settings['depth']}k{settings['top_k']}{'' if weight == 1 else f'w{weight:g}'}"
+    return {**settings, "title": mode_title(key, mode), "kind": kind, "shape": shape}
+
+
+def mode_figures(key: str, mode: Record) -> Record:
+    """The figures of a mode that tables and plots show."""
     figures = ("tau", "tau_prompt_mean", "tokens", "rounds", "nodes_per_round", "utilisation", "tokens_per_second")
     speeds = {k: mode[k] for k in ("speedup_vs_plain", "speedup_vs_hf")}
     rates = [n / mode["rounds"] for n in mode["accepted_by_level"]] if mode["rounds"] else []
     return {
-        **settings,
+        **_names(key, mode),
         **{key: mode[key] for key in figures},
         **speeds,
         "loop_share": mode["loops"]["share"],
         **{f"level.{k + 1}": rate for k, rate in enumerate(rates)},
     }
+
+
+def _other_version(file: Path, error: Exception, made: Path) -> ConfigError:
+    what = f"{type(error).__name__}: {error}"
+    return ConfigError(f"{file} is not as this version writes it ({what}); move {made} away to have it made anew")
 
 
 def _cell(value: Any) -> Any:

@@ -30,8 +30,8 @@ class Sweep:
         evaluate: flags of eagle3-infer, with _ for -; several temperatures are run one after the other. The file may
             name a YAML file of them instead.
         idle: whether the machine does nothing else, so that speeds mean something; they are shown only then.
-        plot: columns of the CSV that the plot shows where nothing is trained: `x`, `line` and `panel`, each a name or a
-            list of names.
+        plot: settings among the CSV's columns that the plot shows where nothing is trained: `x`, a name, and `line` and
+            `panel`, each a name or a list of names.
     Raises:
         ConfigError: an unknown key, nothing to vary, or a value of the wrong kind.
     """
@@ -90,8 +90,11 @@ def read_sweep(path: Path | str) -> Sweep:
         if not isinstance(given, dict | None):
             raise ConfigError(f"{path}: variant {name} is {given!r}; it must be a mapping of settings")
     content["variants"] = {str(name): given or {} for name, given in content["variants"].items()}
-    if wrong := set(content["plot"]) - {"x", "line", "panel"}:
-        raise unknown_key(f"plot.{wrong.pop()}", {"plot.x", "plot.line", "plot.panel"}, str(path))
+    _check_plot(path, content["plot"])
+    if not isinstance(content.get("extends"), str | None):
+        raise ConfigError(f"{path}: extends is {content['extends']!r}; it must be a recipe's path")
+    if not isinstance(content.get("idle", False), bool):
+        raise ConfigError(f"{path}: idle is {content['idle']!r}; it must be true or false")
     if "budget" in content:
         content["budget"] = parse_budget(str(content["budget"]))
     if content.get("extends") is None and (content["set"] or content.get("budget")):
@@ -111,6 +114,17 @@ def check_seeds(seeds: Any, where: str) -> tuple[int, ...]:
     if wrong or len(set(seeds)) < len(seeds):
         raise ConfigError(f"{where}: seeds is {seeds!r}; it must be a list of different whole numbers, such as [0, 1]")
     return tuple(seeds)
+
+
+def _check_plot(path: Path, plot: dict[str, Any]) -> None:
+    if wrong := set(plot) - {"x", "line", "panel"}:
+        raise unknown_key(f"plot.{wrong.pop()}", {"plot.x", "plot.line", "plot.panel"}, str(path))
+    if plot and not isinstance(plot.get("x"), str):
+        raise ConfigError(f"{path}: plot.x is {plot.get('x')!r}; it must be a column's name")
+    for axis in ("line", "panel"):
+        names = plot.get(axis, [])
+        if not isinstance(names, str | list) or not all(isinstance(name, str) for name in names):
+            raise ConfigError(f"{path}: plot.{axis} is {names!r}; it must be a column's name, or a list of them")
 
 
 def _combinations(path: Path, grid: dict[str, Any]) -> dict[str, Settings]:

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+from eagle3_recipes.results import mode_figures, records
+
 BASE = """
 target: tiny
 data: {files: [chats.jsonl]}
@@ -87,9 +89,10 @@ class FakeRunner:
         Path(flags["json"]).write_text(json.dumps({"modes": modes, "outputs": [{"id": "a"}]}))
 
 
-def mode(key, tau):
+def mode(key, tau, **settings):
     """One mode of eagle3-infer's report."""
-    drafts = {} if key == "plain" else {"depth": 2, "top_k": 1, "nodes": 2, "rule": "match", "draft_noise": "none"}
+    drafts = {"depth": 2, "top_k": 1, "nodes": 2, "rule": "match", "draft_noise": "none", **settings}
+    drafts = {} if key == "plain" else drafts
     tau = 1.0 if key == "plain" else tau
     return {
         "settings": drafts,
@@ -107,6 +110,18 @@ def mode(key, tau):
         "accepted_by_level": [20, 10] if drafts else [],
         "loops": {"share": 0.0},
     }
+
+
+def record(key, tau, seed=0, temperature=1.0, variant="a", **settings):
+    """A row of a sweep without training."""
+    modes = {key: mode_figures(key, mode(key, tau, **settings))}
+    [row] = records([result_of(variant, seed, [{"temperature": temperature, "modes": modes}])])
+    return row
+
+
+def result_of(variant, seed, evaluations, training=None):
+    place = {"variant": variant, "seed": seed, "settings": {}, "complete": True}
+    return {**place, "training": training, "evaluations": evaluations}
 
 
 def flags_of(command):

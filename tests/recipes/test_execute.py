@@ -1,14 +1,18 @@
 """Runs as processes: order, failures, several at once, ^C."""
 
+import shlex
 import signal
 import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
+from eagle3.errors import ConfigError
 from eagle3_recipes.execute import DONE, FAILED, STOPPED, WAITING, Execution, Job, Stage, start_process
+from eagle3_recipes.lock import take_lock
 from oracles.sweeps import FakeProcess
 
 
@@ -146,6 +150,76 @@ def test_interrupted_children_end_cleanly(tmp_path):
     assert saved.read_text() == "saved"
     assert [child.poll() for child in children] == [143]
     assert (first.status, second.status) == (STOPPED, WAITING)
+
+
+WITH_WORKER = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], close_fds=False)
+print("worker", worker.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_child_that_does_not_end_is_killed_with_its_workers(tmp_path, monkeypatch):
+    """Workers that inherit the lock: the next run is told that a dead process uses the folder."""
+    monkeypatch.setattr("eagle3_recipes.execute.GRACE", 0.2)
+    log = tmp_path / "train.log"
+    first = Job("a", tmp_path, [Stage("train", [sys.executable, "-c", WITH_WORKER], log, lambda: False)])
+
+    def interrupt():
+        while not (log.is_file() and "\nworker" in log.read_text()):
+            time.sleep(0.05)
+        signal.raise_signal(signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        Execution([first], tell=lambda _: None, pause=0.05).run()
+    thread.join()
+    until = time.monotonic() + 10
+    while True:
+        try:
+            take_lock(tmp_path).close()
+            break
+        except ConfigError:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+
+
+@pytest.mark.parametrize("error", [KeyError("tau"), OSError(28, "no space"), ConfigError("other version")])
+def test_an_error_after_a_stage_fails_its_job_alone(tmp_path, error):
+    def after():
+        raise error
+
+    for name in "abc":
+        (tmp_path / name).mkdir()
+    bad, good, never = (job(tmp_path / name, "train") for name in "abc")
+    bad.stages = [replace(bad.stages[0], after=after)]
+    start = Clock()
+
+    def start_some(command, log, place):
+        if "c" in log.parts:
+            raise error
+        return start(command, log, place)
+
+    if isinstance(error, KeyError):
+        execute([bad, good], start_some)
+    else:
+        execute([bad, never, good], start_some)
+        assert never.status == FAILED
+        assert f"train did not start; {error}" in never.failure
+    assert (bad.status, good.status) == (FAILED, DONE)
+    assert f"its result cannot be kept; {type(error).__name__}: {error}" in bad.failure
+
+
+def test_the_log_begins_with_a_command_that_can_be_pasted(tmp_path):
+    """A stop string, a variant with a blank, a path that is no text."""
+    words = [sys.executable, "-c", "", "more steps", "\n\n", "[1, 14]", "\udcff"]
+    assert start_process(words, tmp_path / "a.log", {}).wait() == 0
+    text = (tmp_path / "a.log").read_text()
+    assert shlex.split(text.removeprefix("$ "))[1:-1] == words[1:-1]
+    assert "udcff" in text
 
 
 def test_a_child_holds_its_folder(tmp_path):

@@ -1,12 +1,15 @@
 """Runs of a sweep: their commands, and when two are the same."""
 
+import argparse
 import json
 
 import pytest
 
 from eagle3.errors import ConfigError
+from eagle3_infer.cli import parse_settings
+from eagle3_infer.flags import build_parser
 from eagle3_recipes.budget import Budget
-from eagle3_recipes.plan import Options, evaluation_command, plan, training_command
+from eagle3_recipes.plan import REPEATED, Options, evaluation_command, plan, training_command
 from eagle3_recipes.stages import note_settings
 from eagle3_recipes.sweep import read_sweep
 from oracles.sweeps import flags_of
@@ -18,7 +21,8 @@ def planned(sweep, **options):
 
 def test_commands(sweep):
     """A budget that does not reach the trainer, a head that is not the one trained."""
-    (sweep.parent / "p.jsonl").touch()
+    for name in ("a.jsonl", "b.jsonl", "p.jsonl"):
+        (sweep.parent / name).touch()
     options = Options(sweep.parent / "out", files=("a.jsonl", "b.jsonl"), prompts="p.jsonl", log_with=("wandb",))
     found = read_sweep(sweep)
     run = plan(found, options)[1]
@@ -45,7 +49,7 @@ def test_seeds_first_then_variants(sweep):
     assert [run.name for run in planned(sweep)] == [
         f"{v} s{s}" for s in (0, 1) for v in ("usual", "more steps", "deep")
     ]
-    assert [run.name for run in planned(sweep, seeds=(7,), only=("deep",))] == ["deep s7"]
+    assert [run.name for run in planned(sweep, seeds=(7,))] == [f"{v} s7" for v in ("usual", "more steps", "deep")]
     with pytest.raises(ConfigError, match=r"--only names shallow; .* has usual, more steps, deep"):
         planned(sweep, only=("shallow",))
 
@@ -66,6 +70,104 @@ def test_what_makes_two_runs_the_same(sweep):
     assert [run.digest for run in planned(sweep, files=("copy.jsonl",))] == digests
     (sweep.parent / "chats.jsonl").write_text("{} \n")
     assert not set(digests) & {run.digest for run in planned(sweep)}
+
+
+def head(folder, weights="w", config="{}"):
+    folder.mkdir(exist_ok=True)
+    (folder / "model.safetensors").write_text(weights)
+    (folder / "config.json").write_text(config)
+    return folder
+
+
+@pytest.mark.parametrize("named", ["chats", "chats/*.jsonl"])
+def test_folders_and_patterns_are_known_by_their_files(sweep, named):
+    """Yesterday's table over today's chats: `data.files` that are no single file were known by their name."""
+    folder = sweep.parent / "chats"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text("{}\n")
+    sweep.write_text(sweep.read_text().replace("{optim.lr: 0.002}", f"{{data.files: ['{named}']}}"))
+    first = planned(sweep)[0].digest
+    # one file by its own name is the same data
+    assert planned(sweep, files=("chats/a.jsonl",))[0].digest == first
+    (folder / "a.jsonl").write_text("{} \n")
+    changed = planned(sweep)[0].digest
+    (folder / "b.jsonl").write_text("{}\n")
+    assert len({first, changed, planned(sweep)[0].digest}) == 3
+
+
+def test_saved_data_sets_are_known_by_their_files(sweep):
+    """A folder of save_to_disk; what `datasets` caches there is no part of it."""
+    folder = sweep.parent / "saved"
+    folder.mkdir()
+    for name in ("state.json", "dataset_info.json", "data-0.arrow"):
+        (folder / name).write_text("{}")
+    first = planned(sweep, files=("saved",))[0].digest
+    (folder / "cache-1.arrow").write_text("{}")
+    assert planned(sweep, files=("saved",))[0].digest == first
+    (folder / "data-0.arrow").write_text("{ }")
+    assert planned(sweep, files=("saved",))[0].digest != first
+
+
+def test_data_of_the_hub_is_known_by_its_name(sweep):
+    [one, other] = [planned(sweep, files=(f"hub:org/{name}",))[0].digest for name in "ab"]
+    assert one != other
+
+
+@pytest.mark.parametrize("key", ["init_head", "data.vocab_map"])
+def test_what_a_training_starts_from_is_known_by_its_contents(sweep, key):
+    """Another head behind the path of a warm start, another map: the runs of the first one, taken for theirs."""
+    head(sweep.parent / "head")
+    (sweep.parent / "map").write_text("m")
+    path = "head" if key == "init_head" else "map"
+    before = planned(sweep)[0].digest
+    sweep.write_text(sweep.read_text().replace("{optim.lr: 0.002}", f"{{optim.lr: 0.002, {key}: {path}}}"))
+    found = {before, planned(sweep)[0].digest}
+    head(sweep.parent / "head", weights="other")
+    (sweep.parent / "map").write_text("other")
+    found.add(planned(sweep)[0].digest)
+    if key == "init_head":
+        head(sweep.parent / "head", weights="other", config='{"layers": 1}')
+        found.add(planned(sweep)[0].digest)
+    assert len(found) == (4 if key == "init_head" else 3)
+    # the same under another path
+    (sweep.parent / path).rename(sweep.parent / "moved")
+    sweep.write_text(sweep.read_text().replace(f"{key}: {path}", f"{key}: moved"))
+    assert planned(sweep)[0].digest in found
+    sweep.write_text(sweep.read_text().replace(f"{key}: moved", f"{key}: gone"))
+    with pytest.raises(ConfigError, match=r"gone.*no such file"):
+        planned(sweep)
+
+
+def test_a_measured_head_is_known_by_weights_and_settings(sweep):
+    """An edited config.json, as of other capture layers, is another head."""
+    folder = head(sweep.parent / "head")
+    sweep.write_text("variants: {a: {}}\nevaluate: {mode: chain, hf: none, draft: head}\n")
+    digests = [planned(sweep)[0].digest]
+    head(folder, config='{"layers": 1}')
+    digests.append(planned(sweep)[0].digest)
+    head(folder, weights="other")
+    digests.append(planned(sweep)[0].digest)
+    sweep.write_text(sweep.read_text().replace("draft: head", "draft: random"))
+    assert len({*digests, planned(sweep)[0].digest}) == 4
+
+
+def test_repeatable_flags_are_repeated(sweep, monkeypatch):
+    """Two stop strings as one that holds a comma, which never occurs; a text that begins with a dash."""
+    monkeypatch.setattr("eagle3_infer.settings.check_destinations", lambda *_: None)
+    texts = {"stop": ["\n\n", "User:", "---"], "bad_word": ["a, b", "c"], "logit_bias": ["5=-1.5", "6=2"]}
+    for key, values in texts.items():
+        sweep.write_text(json.dumps({"variants": {"a": {}}, "evaluate": {"mode": "chain", "hf": "none", key: values}}))
+        [run] = planned(sweep)
+        settings = parse_settings(evaluation_command(run, run.evaluations[0], 1)[3:])
+        found = {"stop": settings.stop, "bad_word": settings.bad_words, "logit_bias": settings.sampling.logit_bias}
+        assert found[key] == (((5, -1.5), (6, 2.0)) if key == "logit_bias" else tuple(values))
+    sweep.write_text("variants: {a: {}}\nevaluate: {mode: chain, hf: none, stop: 'User:'}\n")
+    assert parse_settings(planned(sweep)[0].evaluations[0].words).stop == ("User:",)
+
+
+def test_every_repeatable_flag_is_known():
+    actions = build_parser()._actions
+    assert {action.dest for action in actions if isinstance(action, argparse._AppendAction)} == REPEATED
 
 
 def test_a_run_of_other_defaults_is_told(sweep):

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import eagle3_infer.cli
+from eagle3.errors import ConfigError
 from oracles.sweeps import FakeProcess, flags_of
 from oracles.tiny import tiny_chats, tiny_folder
 
@@ -124,7 +125,7 @@ def test_a_sweep_whose_terminal_closes_ends_its_runs(sweep, runner, monkeypatch,
         for n, handler in before.items():
             signal.signal(n, handler)
     assert [child.code for child in children] == [-signal.SIGTERM]
-    assert {r["status"] for r in rows(sweep) if r["seed"] == "0"} == {"done"}
+    assert {r["status"] for r in rows(sweep) if (r["variant"], r["seed"]) == ("usual", "0")} == {"done"}
 
 
 def test_what_nohup_ignores_stays_ignored(sweep, runner):
@@ -168,6 +169,23 @@ def test_a_report_of_an_interrupted_evaluation_is_not_taken(sweep, runner):
     del runner.commands[:]
     assert run(sweep, "--only", "usual", "--seeds", 0) == 0
     assert len(runner.commands) == 1
+
+
+def test_only_runs_a_part_and_shows_the_whole(sweep, runner, capsys):
+    """One row in place of the sweep's table, judged against itself."""
+    assert run(sweep) == 0
+    whole = (sweep.parent / "out/sweep.txt").read_text()
+    assert run(sweep, "--only", "more steps") == 0
+    assert (sweep.parent / "out/sweep.txt").read_text() == whole
+    fresh = sweep.parent / "fresh"
+    assert main([str(sweep), "--output", str(fresh), "--only", "more steps", "--seeds", "0"]) == 0
+    assert "1 runs in" in capsys.readouterr().out
+    usual, more, deep = (fresh / "sweep.txt").read_text().splitlines()[4:7]
+    assert usual.endswith("  0 of 1")
+    assert more.endswith("  1")
+    assert deep.endswith("  0 of 1")
+    # of the others there is no folder
+    assert [path.name.partition("-")[0] for path in (fresh / "runs").iterdir()] == ["more_steps"]
 
 
 def test_dry_run_runs_nothing(sweep, runner, capsys):
@@ -231,17 +249,91 @@ def test_a_grid_of_one_head(sweep, runner, capsys):
     assert len(runner.commands) == 2
 
 
-@pytest.mark.parametrize("plot", ["", "plot: {x: depth, line: [rule, draft_noise], panel: kind}\n"])
-def test_pictures(sweep, runner, plot, monkeypatch):
+def test_a_result_that_cannot_be_kept_fails_its_run_alone(sweep, runner, capsys):
+    """A report without the keys that the table needs: the others were stopped, and no table was written."""
+    evaluate, broken = runner.evaluate, []
+
+    def other_version(flags):
+        evaluate(flags)
+        if flags.get("tree-depth") == "3":
+            file = Path(flags["json"])
+            report = json.loads(file.read_text())
+            del report["modes"]["chain"]["tau"]
+            file.write_text(json.dumps(report))
+            broken.append(file.with_suffix(".json"))
+
+    runner.evaluate = other_version
+    assert run(sweep) == 1
+    told = capsys.readouterr()
+    assert "deep s0: evaluate ended well, and its result cannot be kept" in told.err
+    assert "KeyError: 'tau'" in told.err
+    assert "2 of 6 runs are not done" in told.err
+    assert "1.605 ±0.005" in told.out
+    # nor is it taken the next time
+    runner.evaluate = evaluate
+    assert run(sweep) == 1
+    told = capsys.readouterr().err
+    assert "deep s1: evaluate did not start" in told
+    for report in broken:
+        report.unlink()
+    assert run(sweep) == 0
+
+
+def test_a_picture_is_whole_or_not_there(sweep, runner, monkeypatch, capsys):
+    """Half a PNG after ^C; yesterday's beside today's table."""
     pytest.importorskip("matplotlib")
     monkeypatch.setattr("eagle3_recipes.summary.find_spec", find_spec)
     assert run(sweep) == 0
-    trained = (sweep.parent / "out/sweep.png").read_bytes()
-    sweep.write_text("variants: {shipped: {}}\nevaluate: {mode: [plain, chain], hf: none}\n" + plot)
+    picture = sweep.parent / "out/sweep.png"
+    whole = picture.read_bytes()
+    assert whole.startswith(b"\x89PNG")
+
+    def broken(figure, file, **_):
+        (file.write(b"half") if hasattr(file, "write") else Path(file).write_bytes(b"half"))
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("matplotlib.figure.Figure.savefig", broken)
+        assert run(sweep) == 130
+    assert picture.read_bytes() == whole
+    # of figures that cannot be drawn, of none, and without matplotlib there is none
+    with monkeypatch.context() as patch:
+        patch.setattr("eagle3_recipes.summary.draw", lambda *_: (_ for _ in ()).throw(ConfigError("two modes")))
+        assert run(sweep) == 0
+    assert "no plot: two modes" in capsys.readouterr().out
+    assert not picture.exists()
+    picture.write_bytes(whole)
+    runner.fail = lambda command: 1
+    assert run(sweep, "--seeds", "5") == 1
+    assert not picture.exists()
+    picture.write_bytes(whole)
+    monkeypatch.setattr("eagle3_recipes.summary.find_spec", lambda name: None)
+    assert run(sweep, "--seeds", "5") == 1
+    assert not picture.exists()
+
+
+def test_failures_are_told_where_no_table_can_be_written(sweep, runner, capsys):
+    (sweep.parent / "out/sweep.txt").mkdir(parents=True)
+    runner.fail = lambda command: 3
+    assert run(sweep) == 2
+    told = capsys.readouterr().err
+    assert "usual s0: train ended with code 3" in told
+    assert "error: " in told
+
+
+def test_a_plot_is_checked_before_anything_runs(sweep, runner, capsys):
+    """A column that nobody has, or two sharpnesses on one line, seen after hours."""
+    text = "variants: {shipped: {}}\nevaluate: {mode: chain, hf: none, draft_noise: shared, draft_sharpness: [1, 2]}\n"
+    for plot, message in (
+        ("{x: dept}", "unknown setting 'dept'; did you mean 'depth'"),
+        ("{x: depth, line: [rule, draft_nose]}", "plot.line: unknown setting 'draft_nose'"),
+        ("{x: depth, line: rule}", "plot: two modes at depth 4 differ in draft_sharpness"),
+    ):
+        sweep.write_text(f"{text}plot: {plot}\n")
+        assert run(sweep) == 2
+        assert message in capsys.readouterr().err
+    sweep.write_text(f"{text}plot: {{x: depth, line: draft_sharpness}}\n")
     assert run(sweep) == 0
-    drawn = (sweep.parent / "out/sweep.png").read_bytes()
-    assert all(picture.startswith(b"\x89PNG") for picture in (trained, drawn))
-    assert drawn != trained
 
 
 def in_this_process(command, log, _place):

@@ -67,6 +67,14 @@ def test_budgets_without_assertions():
         (("extends: base.yaml", ""), "set and budget are of training"),
         (("budget:", "grid: {ttt.steps: [1]}\nbudget:"), "either variants or grid"),
         (("budget:", "plot: {y: tau}\nbudget:"), "plot.y"),
+        (("budget:", "plot: {line: rule}\nbudget:"), "plot.x is None"),
+        (("budget:", "plot: {x: [rule]}\nbudget:"), r"plot.x is \['rule'\]"),
+        (("budget:", "plot: {x: depth, panel: 1}\nbudget:"), "plot.panel is 1"),
+        (("extends: base.yaml", "extends: [base.yaml]"), "extends is"),
+        (("budget:", "idle: 'no'\nbudget:"), "idle is 'no'"),
+        (("hf: none", "hf: none, temperature: []"), r"temperature is \[\]"),
+        (("hf: none", "hf: none, temperature: [0, 0.0]"), r"temperature is \[0, 0.0\]"),
+        (("{optim.lr: 0.002}", "{data.files: [gone.jsonl]}"), "gone.jsonl: no such file"),
     ],
 )
 def test_a_wrong_sweep_is_named(sweep, change, message):

@@ -8,31 +8,20 @@ import pytest
 
 from eagle3_recipes.results import mode_rows, records, training_figures
 from eagle3_recipes.table import ALONE, OTHER_REPLIES, SPREAD, inference_table, training_table
-
-RULES = {"rule": "match", "draft_noise": "shared", "draft_sharpness": 1.0, "threshold": 0.3}
-TREE = {"depth": 2, "top_k": 1, "nodes": 2, "level_weight": 1.0, "adaptive": False}
-
-
-def record(key, tau, seed=0, temperature=1.0, **settings):
-    """A row of a sweep without training."""
-    from eagle3_infer.names import mode_title
-
-    settings = {**TREE, **RULES, **settings}
-    title = mode_title(key, {"settings": settings, "lossy": False})
-    place = {"variant": "a", "seed": seed, "status": "done", "temperature": temperature, "mode": key}
-    return {**place, **settings, "title": title, "tau": tau}
+from oracles.sweeps import record, result_of
 
 
 def trained(variant, steps, seed=0):
     figures = {"alpha": [0.5] * steps, "tau": 1.0 + steps / 2, "tokens": 100, "update_seconds": 60.0}
-    return {"variant": variant, "seed": seed, "settings": {}, "complete": True, "training": figures, "evaluations": []}
+    return result_of(variant, seed, [], figures)
 
 
 @pytest.mark.parametrize("setting", ["draft_sharpness", "level_weight"])
 def test_settings_are_not_averaged_as_seeds(setting):
     """Two sharpnesses or level weights, shown as one row with a spread."""
-    rows = [record("chain[a]", 1.5, seed) for seed in (0, 1)]
-    rows += [record("chain[b]", 2.5, seed, **{setting: 1.3}) for seed in (0, 1)]
+    other: Any = {setting: 1.3}
+    rows = [record("chain[a]", 1.5, seed, draft_noise="shared") for seed in (0, 1)]
+    rows += [record("chain[b]", 2.5, seed, draft_noise="shared", **other) for seed in (0, 1)]
     groups = mode_rows(rows)
     assert [[r["tau"] for r in group] for _, group in groups] == [[1.5, 1.5], [2.5, 2.5]]
     assert len({name for name, _ in groups}) == 2
