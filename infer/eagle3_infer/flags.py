@@ -1,15 +1,11 @@
-"""The flags of `eagle3-infer`, group by group, the parser that reads them, and the settings that come of it.
-
-Knows no torch and runs nothing.
-"""
+"""The flags of `eagle3-infer`, group by group, and the settings that come of them. Knows no torch and runs nothing."""
 
 import argparse
-import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
-from eagle3.errors import ConfigError
+from eagle3_infer.command_line import Parser, bias, integers, mapping, nodes, numbers, words
 from eagle3_infer.config import DRAFT_NOISES, RULES, SamplingConfig
 from eagle3_infer.settings import AUTO, HF_MODES, MODES, NONE, PROMPTS_FOLDER, RANDOM_DRAFT, SHIPPED, RunSettings
 
@@ -31,22 +27,6 @@ examples:
 Settings = TypeVar("Settings", bound=RunSettings)
 # fields of flags that have the singular for a name
 _FIELDS = {"mode": "modes", "bad_word": "bad_words"}
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line, naming the nearest flag for an unknown one."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message} (see {self.prog} --help)")
-
-    def parse_args(self, args=None, namespace=None):  # type: ignore[override]
-        known, unknown = self.parse_known_args(args, namespace)
-        if not unknown:
-            return known
-        word = unknown[0].split("=")[0]
-        near = difflib.get_close_matches(word, self._option_string_actions, n=1, cutoff=0.4)
-        hint = f", did you mean {near[0]}?" if near else ""
-        self.error(f"unknown argument {word!r}{hint}")
 
 
 def build_parser() -> Parser:
@@ -94,7 +74,7 @@ def add_models(group: Any) -> None:
 def add_prompts(group: Any) -> None:
     group.add_argument(
         "--prompts",
-        type=_words,
+        type=words,
         default=RunSettings.prompts,
         metavar="LIST",
         help="files of JSON lines ({prompt}, {messages} or {question_id, category, turns}), or names of sets: "
@@ -104,7 +84,7 @@ def add_prompts(group: Any) -> None:
     group.add_argument("--max-turns", type=int, metavar="N", help="only the first N turns of each prompt")
     group.add_argument(
         "--template-options",
-        type=_mapping,
+        type=mapping,
         default={},
         metavar="YAML",
         help="variables of the target's chat template, as the head was trained with: '{enable_thinking: false}'",
@@ -115,28 +95,28 @@ def add_drafting(group: Any) -> None:
     default = RunSettings
     group.add_argument(
         "--mode",
-        type=_words,
+        type=words,
         default=default.modes,
         metavar="LIST",
         help=f"some of {','.join(MODES)} (default: {','.join(default.modes)})",
     )
     group.add_argument(
         "--tree-depth",
-        type=_integers,
+        type=integers,
         default=default.tree_depth,
         metavar="D",
         help=_help("levels below the root", default.tree_depth),
     )
     group.add_argument(
         "--tree-top-k",
-        type=_integers,
+        type=integers,
         default=default.tree_top_k,
         metavar="K",
-        help=_help("children kept per level", default.tree_top_k),
+        help=_help("nodes of a level that are expanded, and children offered for each", default.tree_top_k),
     )
     group.add_argument(
         "--tree-nodes",
-        type=_nodes,
+        type=nodes,
         default=default.tree_nodes,
         metavar="N",
         help=f"draft nodes verified per round, root excluded; {AUTO!r} is --mode {AUTO}: up to the largest depth, "
@@ -144,33 +124,33 @@ def add_drafting(group: Any) -> None:
     )
     group.add_argument(
         "--tree-level-weight",
-        type=_numbers,
+        type=numbers,
         default=default.tree_level_weight,
         metavar="W",
         help=_help("score policy: above 1 favours width, below 1 depth", default.tree_level_weight),
     )
-    group.add_argument("--chain-depth", type=_integers, metavar="D", help="tokens of the chain (default: --tree-depth)")
+    group.add_argument("--chain-depth", type=integers, metavar="D", help="tokens of the chain (default: --tree-depth)")
 
 
 def add_rules(group: Any) -> None:
     default = RunSettings
     group.add_argument(
         "--rule",
-        type=_words,
+        type=words,
         default=default.rule,
         metavar="LIST",
         help=_help(f"some of {','.join(RULES)}; the last one is lossy, and labelled so", default.rule),
     )
     group.add_argument(
         "--draft-noise",
-        type=_words,
+        type=words,
         default=default.draft_noise,
         metavar="LIST",
         help=_help(f"some of {','.join(DRAFT_NOISES)}, of the match rule", default.draft_noise),
     )
     group.add_argument(
         "--draft-sharpness",
-        type=_numbers,
+        type=numbers,
         default=default.draft_sharpness,
         metavar="W",
         help=_help(
@@ -225,7 +205,7 @@ def add_processors(group: Any) -> None:
         )
     group.add_argument(
         "--logit-bias",
-        type=_bias,
+        type=bias,
         action="append",
         default=[],
         metavar="ID=VALUE",
@@ -250,7 +230,7 @@ def add_processors(group: Any) -> None:
 def add_baselines(group: Any) -> None:
     group.add_argument(
         "--hf",
-        type=_words,
+        type=words,
         default=RunSettings.hf,
         metavar="LIST",
         help=_help(f"Hugging Face's own decoding: {NONE}, or some of {','.join(HF_MODES)}", RunSettings.hf),
@@ -259,7 +239,7 @@ def add_baselines(group: Any) -> None:
     group.add_argument(
         "--server",
         metavar="URL",
-        help="measure this OpenAI-compatible server, http://host:port, and nothing else; acceptance from its /metrics",
+        help="measure this OpenAI-compatible server, http://host:port, and nothing else; acceptance from its counters",
     )
     group.add_argument(
         "--server-model", metavar="NAME", help="what --server calls the model (default: the one that it lists)"
@@ -323,47 +303,3 @@ def add_report(group: Any) -> None:
 
 def _help(text: str, default: Sequence[Any]) -> str:
     return f"{text} (default: {','.join(map(str, default))})"
-
-
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
-
-
-def _integers(text: str) -> tuple[int, ...]:
-    return _list_of(int, text, "a whole number or a comma list of them")
-
-
-def _numbers(text: str) -> tuple[float, ...]:
-    return _list_of(float, text, "a number or a comma list of them")
-
-
-def _nodes(text: str) -> tuple[int | str, ...]:
-    expected = f"a whole number, {AUTO!r} or a comma list of them"
-    return _list_of(lambda word: AUTO if word.strip() == AUTO else int(word), text, expected)
-
-
-def _list_of(kind: Callable[[str], Any], text: str, expected: str) -> tuple[Any, ...]:
-    try:
-        return tuple(kind(word) for word in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {expected}") from None
-
-
-def _mapping(text: str) -> dict[str, Any]:
-    import yaml
-
-    try:
-        value = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is no object such as {{enable_thinking: false}}")
-    return value
-
-
-def _bias(text: str) -> tuple[int, float]:
-    token, _, value = text.partition("=")
-    try:
-        return int(token), float(value)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not ID=VALUE, a token id and a number") from None

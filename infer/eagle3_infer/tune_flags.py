@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from eagle3.errors import ConfigError
+from eagle3_infer.command_line import Parser
 from eagle3_infer.config import DRAFT_NOISES, NO_NOISE, TreeConfig
 from eagle3_infer.flags import (
-    Parser,
     add_machine,
     add_models,
     add_processors,
@@ -121,7 +121,7 @@ def build_tune_parser() -> Parser:
 def _add_search(group: Any) -> None:
     for name, metavar, most, text in (
         ("--tree-depth", "D", MOST.depth, "most levels below the root"),
-        ("--tree-top-k", "K", MOST.top_k, "most children kept per level"),
+        ("--tree-top-k", "K", MOST.top_k, "most nodes of a level that are expanded, and children offered for each"),
         ("--tree-nodes", "N", MOST.nodes, "most draft nodes verified per round"),
         ("--finalists", "N", FINALISTS, "shapes that are timed, beside plain decoding and adaptive trees"),
         ("--repeats", "N", REPEATS, "times that all of them are timed, in turn"),

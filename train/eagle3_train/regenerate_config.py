@@ -35,7 +35,7 @@ class RegenerateConfig:
         draft: folder of a head, or shipped: speculative decoding, whose tokens are the same.
         mode: plain, chain, tree, or auto (plain without a draft, adaptive trees with one).
         tree_depth: levels below the root, at most.
-        tree_top_k: children kept per level.
+        tree_top_k: nodes of a level that are expanded, and children offered for each.
         tree_nodes: draft nodes verified per round, at most; None = tree_top_k * tree_depth.
         batch: replies written at once.
         template_options: extra variables for the chat template (such as enable_thinking).
