@@ -156,7 +156,7 @@ WITH_WORKER = """
 import signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], close_fds=False)
-print("worker", worker.pid, flush=True)
+print("ready", flush=True)
 time.sleep(60)
 """
 
@@ -168,7 +168,7 @@ def test_a_child_that_does_not_end_is_killed_with_its_workers(tmp_path, monkeypa
     first = Job("a", tmp_path, [Stage("train", [sys.executable, "-c", WITH_WORKER], log, lambda: False)])
 
     def interrupt():
-        while not (log.is_file() and "\nworker" in log.read_text()):
+        while not (log.is_file() and "\nready" in log.read_text()):
             time.sleep(0.05)
         signal.raise_signal(signal.SIGINT)
 
