@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from eagle3.environment import usable_cores
 from eagle3.errors import ConfigError, Eagle3Error, one_line
-from eagle3_infer.flags import Parser
+from eagle3_infer.command_line import Parser
 from eagle3_infer.settings import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK
 from eagle3_recipes.budget import parse_budget
 from eagle3_recipes.execute import DONE, FAILED, Execution, Job
