@@ -148,8 +148,10 @@ ODD = Case(24, 3, (7, 11), value_dim=40)
     ids=str,
 )
 def test_windows_documents_and_widths(case):
-    # one row's gradients may be exactly zero in one form, and what is left of a difference in the other
-    check(case, roundings=16 if len(case.asked()) == 1 else 1)
+    # a row with one key has gradients that are exactly zero in one form and what is left of a difference in the other:
+    # of a single row that is all, of documents of one token step 0
+    alone = len(case.asked()) == 1
+    check(case, roundings=16 if alone else 4 if max(case.lengths) == 1 else 1)
 
 
 @settings(max_examples=4, deadline=None, derandomize=True)
