@@ -22,7 +22,7 @@ from eagle3.errors import ConfigError, Eagle3Error, one_line
 from eagle3_infer.command_line import Parser
 from eagle3_infer.settings import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK
 from eagle3_recipes.budget import parse_budget
-from eagle3_recipes.execute import DONE, FAILED, Execution, Job
+from eagle3_recipes.execute import DONE, FAILED, Execution, Job, Stage
 from eagle3_recipes.plan import Options, PlannedRun, plan
 from eagle3_recipes.plots import check_plot
 from eagle3_recipes.stages import note_settings, stages
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         given = build_parser().parse_args(argv)
         sweep, options = read_sweep(given.sweep), _options(given)
-        runs = plan(sweep, options)
+        runs = plan(sweep, options, _tell_note)
         check_plot(sweep, runs)
         chosen = [run for run in runs if options.takes(run.variant)]
         jobs = [Job(run.name, run.folder, stages(run, sweep, options, _threads(options))) for run in chosen]
@@ -112,10 +112,22 @@ def _tell_unfinished(jobs: Sequence[Job]) -> bool:
     return bool(failed)
 
 
+def _tell_note(text: str) -> None:
+    print(f"note: {' '.join(text.split())}", file=sys.stderr)
+
+
 def _print_commands(jobs: Sequence[Job]) -> int:
     for job in jobs:
-        left = [stage for stage in job.stages if not stage.done()]
-        print(f"# {job.name}{'' if left else ': done'}")
+        left: list[Stage] = []
+        why = ""
+        try:
+            for stage in job.stages:
+                if not stage.done():
+                    left.append(stage)
+        # as in a run: its job ends there, and the others go on
+        except (Eagle3Error, OSError) as error:
+            why = one_line(error)
+        print(f"# {job.name}{f': {why}' if why else '' if left else ': done'}")
         for stage in left:
             print(shlex.join(stage.command))
     return EXIT_OK

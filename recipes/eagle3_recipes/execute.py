@@ -10,6 +10,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -139,6 +140,9 @@ class Execution:
 
     def _finish(self, one: _Running, code: int) -> None:
         job, stage = one.job, one.stage
+        if code:
+            # its workers may go on without it
+            one.process.kill()
         job.seconds[stage.name] = time.monotonic() - one.began
         try:
             if code == 0:
@@ -172,16 +176,17 @@ class Execution:
             while time.monotonic() < until and any(one.process.poll() is None for one in self._running):
                 time.sleep(min(self.pause, 0.2))
         finally:
+            # also those that have ended, for workers that they left
             for one in self._running:
-                if one.process.poll() is None:
-                    one.process.kill()
+                one.process.kill()
 
 
 class Group(subprocess.Popen[bytes]):
     """A process with a group of its own, which ends as one: workers that are left would hold the folder's lock."""
 
     def kill(self) -> None:
-        if self.poll() is None:
+        # also where its first process has ended: the others keep the group
+        with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
@@ -172,9 +173,11 @@ class PlannedRun:
         return self.report(evaluation).with_suffix(".settings.json")
 
 
-def plan(sweep: Sweep, options: Options) -> list[PlannedRun]:
+def plan(sweep: Sweep, options: Options, tell: Callable[[str], None] = print) -> list[PlannedRun]:
     """All runs, also those that --only leaves out, the first seed of every variant before the second of any.
 
+    Args:
+        tell: is told of a variant that --only leaves out and that cannot be planned; none of its runs is returned.
     Raises:
         ConfigError: a variant that is not there, a setting that trainer or eagle3-infer refuse.
     """
@@ -184,14 +187,33 @@ def plan(sweep: Sweep, options: Options) -> list[PlannedRun]:
     if not sweep.trains and (options.files or options.budget):
         raise ConfigError(f"{sweep.path} trains nothing; leave out --files and --budget")
     seeds = options.seeds or sweep.seeds
-    folders: dict[str, Path] = {}
-    runs = [_run(sweep, options, *variant, seed, folders) for seed in seeds for variant in sweep.variants.items()]
+    runs = _runs(sweep, options, seeds, tell)
     if not sweep.trains:
         runs = [run for one in runs if (run := _drawn(one, seeds[0])).evaluations]
-    for i, run in enumerate(runs):
-        if same := [other.name for other in runs[:i] if other.digests == run.digests]:
+    chosen = [run for run in runs if options.takes(run.variant)]
+    for i, run in enumerate(chosen):
+        if same := [other.name for other in chosen[:i] if other.digests == run.digests]:
             raise ConfigError(f"{sweep.path}: {run.name} is the same run as {same[0]}; leave one out")
     return runs
+
+
+def _runs(sweep: Sweep, options: Options, seeds: Sequence[int], tell: Callable[[str], None]) -> list[PlannedRun]:
+    """Without those of variants that need not be run and cannot be."""
+    folders: dict[str, Path] = {}
+    runs: list[PlannedRun] = []
+    left_out: dict[str, str] = {}
+    for seed in seeds:
+        for name, given in sweep.variants.items():
+            try:
+                runs.append(_run(sweep, options, name, given, seed, folders))
+            except (Eagle3Error, OSError) as error:
+                told = f"{sweep.path}, variant {name}: {error}"
+                if options.takes(name):
+                    raise ConfigError(told) from error
+                left_out.setdefault(name, told)
+    for told in left_out.values():
+        tell(f"{told}; it is left out of the table")
+    return [run for run in runs if run.variant not in left_out]
 
 
 def _run(sweep: Sweep, options: Options, name: str, given: Settings, seed: int, folders: dict[str, Path]) -> PlannedRun:
@@ -200,24 +222,24 @@ def _run(sweep: Sweep, options: Options, name: str, given: Settings, seed: int, 
     flags = {**sweep.evaluate, **own}
     if options.prompts is not None:
         flags["prompts"] = options.prompts
-    try:
-        training = None
-        if sweep.base is not None:
-            training = _training(sweep, options, given, seed)
-            flags.setdefault("target", training.config.target)
-        else:
-            flags.setdefault("seed", seed)
-        temperatures = flags.get("temperature", 0)
-        several = temperatures if isinstance(temperatures, list) else [temperatures]
-        if not several:
-            raise ConfigError("temperature is []; give one or more")
-        head = None if training is None else training.identity.digest
-        evaluations = tuple(Evaluation({**flags, "temperature": t}, head) for t in several)
-        identity = evaluations[0].without_temperature if training is None else training.identity
-        if len({evaluation.identity.digest for evaluation in evaluations}) < len(evaluations):
-            raise ConfigError(f"temperature is {several}; give each once")
-    except Eagle3Error as error:
-        raise ConfigError(f"{sweep.path}, variant {name}: {error}") from None
+    training = None
+    if sweep.base is not None:
+        training = _training(sweep, options, given, seed)
+        flags.setdefault("target", training.config.target)
+        # a head is measured on the prompts that it was trained to read
+        if template := training.config.data.template_options:
+            flags.setdefault("template_options", template)
+    else:
+        flags.setdefault("seed", seed)
+    temperatures = flags.get("temperature", 0)
+    several = temperatures if isinstance(temperatures, list) else [temperatures]
+    if not several:
+        raise ConfigError("temperature is []; give one or more")
+    head = None if training is None else training.identity.digest
+    evaluations = tuple(Evaluation({**flags, "temperature": t}, head) for t in several)
+    identity = evaluations[0].without_temperature if training is None else training.identity
+    if len({evaluation.identity.digest for evaluation in evaluations}) < len(evaluations):
+        raise ConfigError(f"temperature is {several}; give each once")
     if identity.digest not in folders:
         folders[identity.digest] = _folder(options.output / "runs", f"{name}-s{seed}", identity)
     folder = folders[identity.digest]
@@ -282,14 +304,23 @@ def _text(value: Any) -> str:
 
 
 def _flag(name: str, value: Any) -> list[str]:
-    """A switch has no value; a list is a comma list, or the flag once for each value."""
+    """A switch has no value; a list is a comma list, or the flag once for each value; a mapping is YAML."""
     flag = f"--{name.replace('_', '-')}"
     if isinstance(value, bool) or value is None:
         return [flag] if value else []
     if name in REPEATED:
         # = as a text may begin with a dash
         return [f"{flag}={one}" for one in (value if isinstance(value, list) else [value])]
+    if isinstance(value, dict):
+        return [flag, _yaml(value)]
     return [flag, ",".join(map(str, value)) if isinstance(value, list) else str(value)]
+
+
+def _yaml(value: dict[Any, Any]) -> str:
+    """As eagle3-infer reads it: to YAML, JSON's 1e+20 is a text, and an emoji's escapes are two characters."""
+    import yaml
+
+    return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=float("inf")).strip()
 
 
 def _prompts_content(word: str) -> str:

@@ -68,27 +68,29 @@ def training_figures(run: PlannedRun) -> Record | None:
     `update_seconds` are of all parts of a resumed run; `wall_seconds`, loading and all, None where a part was killed.
 
     Raises:
-        ConfigError: a record of another version.
+        ConfigError: a record of another version, or without an evaluation.
+        OSError: a record that cannot be read.
     """
-    file = run.head / "run.json"
-    record = _read(file)
+    record = _read(run.head / "run.json")
     if record.get("ended") is None or not (run.head / "last").is_dir():
         return None
     try:
         return _training_figures(run, record)
-    except (OSError, *_OTHER_KEYS) as error:
-        raise _other_version(file, error, run.head) from error
+    except (FileNotFoundError, *_OTHER_KEYS) as error:
+        raise _other_version(f"{run.head}: run.json or metrics.jsonl", error, run.head) from error
 
 
 def _training_figures(run: PlannedRun, record: Record) -> Record:
     lines = [json.loads(line) for line in (run.head / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    held_out = [line for line in lines if line.get("split") == "eval"][-1]
+    held_out = [line for line in lines if line.get("split") == "eval"]
+    if not held_out:
+        raise ConfigError(f"{run.head}/metrics.jsonl holds no evaluation; move {run.head} away to have it made anew")
     parts = [part.get("seconds") for part in [*record["previous"], record]]
     wall = None if None in parts else sum(parts)
     updates = record["train_seconds"] if "train_seconds" in record else _update_seconds(lines)
     kept = ("tau", "loss", "alpha", "accept", "accept_chain", "coverage")
     sizes = {key: record[key] for key in ("step", "tokens", "parameters")}
-    return {**sizes, "update_seconds": updates, "wall_seconds": wall, **{key: held_out[key] for key in kept}}
+    return {**sizes, "update_seconds": updates, "wall_seconds": wall, **{key: held_out[-1][key] for key in kept}}
 
 
 def _update_seconds(lines: list[Record]) -> float:
@@ -180,9 +182,9 @@ def mode_figures(key: str, mode: Record) -> Record:
     }
 
 
-def _other_version(file: Path, error: Exception, made: Path) -> ConfigError:
+def _other_version(record: Path | str, error: Exception, made: Path) -> ConfigError:
     what = f"{type(error).__name__}: {error}"
-    return ConfigError(f"{file} is not as this version writes it ({what}); move {made} away to have it made anew")
+    return ConfigError(f"{record} is not as this version writes it ({what}); move {made} away to have it made anew")
 
 
 def _cell(value: Any) -> Any:

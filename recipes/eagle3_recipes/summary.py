@@ -34,7 +34,8 @@ def show(sweep: Sweep, options: Options, runs: Sequence[PlannedRun]) -> None:
 def _known(run: PlannedRun) -> Record:
     try:
         return result(run)
-    except ConfigError as error:
+    # one record that cannot be read is not to take the others' table away
+    except (ConfigError, OSError) as error:
         print(f"{run.name}: {error}")
         return unmeasured(run)
 

@@ -37,7 +37,8 @@ class FakeProcess:
         self.signals.append(signal)
 
     def kill(self):
-        self.code = -9
+        if self.code is None:
+            self.code = -9
 
 
 class FakeRunner:

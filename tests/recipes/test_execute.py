@@ -154,18 +154,31 @@ def test_interrupted_children_end_cleanly(tmp_path):
 
 WITH_WORKER = """
 import signal, subprocess, sys, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGTERM, getattr(signal, sys.argv[1]))
 worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], close_fds=False)
 print("ready", flush=True)
 time.sleep(60)
 """
 
 
-def test_a_child_that_does_not_end_is_killed_with_its_workers(tmp_path, monkeypatch):
+def wait_for_lock(folder):
+    until = time.monotonic() + 10
+    while True:
+        try:
+            take_lock(folder).close()
+            break
+        except ConfigError:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+
+
+@pytest.mark.parametrize("on_term, grace", [("SIG_IGN", 0.2), ("SIG_DFL", 20.0)])
+def test_an_interrupted_child_ends_with_its_workers(tmp_path, monkeypatch, on_term, grace):
     """Workers that inherit the lock: the next run is told that a dead process uses the folder."""
-    monkeypatch.setattr("eagle3_recipes.execute.GRACE", 0.2)
+    monkeypatch.setattr("eagle3_recipes.execute.GRACE", grace)
     log = tmp_path / "train.log"
-    first = Job("a", tmp_path, [Stage("train", [sys.executable, "-c", WITH_WORKER], log, lambda: False)])
+    command = [sys.executable, "-c", WITH_WORKER, on_term]
+    first = Job("a", tmp_path, [Stage("train", command, log, lambda: False)])
 
     def interrupt():
         while not (log.is_file() and "\nready" in log.read_text()):
@@ -177,14 +190,18 @@ def test_a_child_that_does_not_end_is_killed_with_its_workers(tmp_path, monkeypa
     with pytest.raises(KeyboardInterrupt):
         Execution([first], tell=lambda _: None, pause=0.05).run()
     thread.join()
-    until = time.monotonic() + 10
-    while True:
-        try:
-            take_lock(tmp_path).close()
-            break
-        except ConfigError:
-            assert time.monotonic() < until
-            time.sleep(0.05)
+    wait_for_lock(tmp_path)
+
+
+def test_a_child_that_is_killed_takes_its_workers_along(tmp_path):
+    """Out of memory: the trainer is gone, its workers hold the folder."""
+    dies = WITH_WORKER.replace("time.sleep(60)\n", "signal.raise_signal(signal.SIGKILL)\n")
+    assert dies != WITH_WORKER
+    command = [sys.executable, "-c", dies, "SIG_DFL"]
+    first = Job("a", tmp_path, [Stage("train", command, tmp_path / "train.log", lambda: False)])
+    Execution([first], tell=lambda _: None, pause=0.05).run()
+    assert "train ended with code -9" in first.failure
+    wait_for_lock(tmp_path)
 
 
 @pytest.mark.parametrize("error", [KeyError("tau"), OSError(28, "no space"), ConfigError("other version")])

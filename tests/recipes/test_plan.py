@@ -4,6 +4,7 @@ import argparse
 import json
 
 import pytest
+import yaml
 
 from eagle3.errors import ConfigError
 from eagle3_infer.cli import parse_settings
@@ -163,6 +164,45 @@ def test_repeatable_flags_are_repeated(sweep, monkeypatch):
         assert found[key] == (((5, -1.5), (6, 2.0)) if key == "logit_bias" else tuple(values))
     sweep.write_text("variants: {a: {}}\nevaluate: {mode: chain, hf: none, stop: 'User:'}\n")
     assert parse_settings(planned(sweep)[0].evaluations[0].words).stop == ("User:",)
+
+
+def template_options_of(run):
+    text = flags_of(evaluation_command(run, run.evaluations[0], 1)).get("template-options", "{}")
+    return parse_settings(["--template-options", text]).template_options
+
+
+def test_a_head_is_measured_with_its_own_template_options(sweep):
+    """A head that was trained with thinking off, measured on prompts that turn it on."""
+    before = [evaluation.identity.digest for run in planned(sweep) for evaluation in run.evaluations]
+    assert not any("--template-options" in evaluation_command(run, run.evaluations[0], 1) for run in planned(sweep))
+    text = sweep.read_text()
+    off = "{data.template_options: {enable_thinking: false}"
+    sweep.write_text(text.replace("{ttt.steps: 3}", f"{off}, ttt.steps: 3}}"))
+    runs = planned(sweep, seeds=(0,))
+    assert [template_options_of(run) for run in runs] == [{}, {"enable_thinking": False}, {}]
+    assert [run.evaluations[0].identity.digest in before for run in runs] == [True, False, True]
+    # what the sweep says itself stays
+    sweep.write_text(
+        sweep.read_text()
+        .replace("hf: none", "hf: none, template_options: {style: short}")
+        .replace("{evaluate.tree_depth: 3}", f"{off}, evaluate.template_options: {{}}}}")
+    )
+    assert [template_options_of(run) for run in planned(sweep, seeds=(0,))] == [{"style": "short"}] * 2 + [{}]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"a": None, "b": "x\ny"},
+        {"n": 1e20, "small": 1e-7, "s": "1e3"},
+        {"e": "\U0001f600 \x7f", "l": [True, {"k": "no"}]},
+    ],
+)
+def test_mappings_reach_eagle3_infer_as_they_are(sweep, options):
+    """null as the text "None", a line break as a backslash and an n, an emoji as two halves."""
+    flags = {"mode": "chain", "hf": "none", "template_options": options}
+    sweep.write_text(yaml.safe_dump({"variants": {"a": {}}, "evaluate": flags}))
+    assert template_options_of(planned(sweep)[0]) == options
 
 
 def test_every_repeatable_flag_is_known():

@@ -188,6 +188,73 @@ def test_only_runs_a_part_and_shows_the_whole(sweep, runner, capsys):
     assert [path.name.partition("-")[0] for path in (fresh / "runs").iterdir()] == ["more_steps"]
 
 
+@pytest.mark.parametrize(
+    "fault, message",
+    [
+        ("{init_head: gone}", "gone/config.json: no such file"),
+        ("{data.files: [gone.jsonl]}", "gone.jsonl: no such file"),
+        ("{ttt.steps: 0}", "ttt.steps is 0"),
+    ],
+)
+def test_only_is_not_refused_for_what_it_leaves_out(sweep, runner, capsys, fault, message):
+    """A second variant that starts from a head which is yet to be trained."""
+    sweep.write_text(sweep.read_text().replace("{evaluate.tree_depth: 3}", fault))
+    assert run(sweep) == 2
+    assert message in capsys.readouterr().err
+    assert run(sweep, "--only", "usual") == 0
+    told = capsys.readouterr()
+    assert told.err.count("note: ") == told.err.count("\n") == 1
+    assert "variant deep: " in told.err
+    assert message in told.err
+    assert {r["variant"] for r in rows(sweep)} == {"usual", "more steps"}
+    assert run(sweep, "--only", "deep") == 2
+
+
+def test_only_is_not_refused_for_old_runs_or_doubles(sweep, runner, capsys):
+    assert run(sweep, "--only", "more steps", "--seeds", "0") == 0
+    kept = next((sweep.parent / "out/runs").glob("more_steps-*/settings.json"))
+    kept.write_text(json.dumps(json.loads(kept.read_text()) | {"optim.beta2": 0.5}))
+    sweep.write_text(sweep.read_text().replace("{evaluate.tree_depth: 3}", "{}"))
+    capsys.readouterr()
+    assert run(sweep, "--only", "usual", "--seeds", "0") == 0
+    told = capsys.readouterr().err
+    assert "variant more steps: " in told
+    assert "optim.beta2 was 0.5, is 0.95); move it away" in told
+    # the same run under two names
+    assert {(r["variant"], r["status"]) for r in rows(sweep)} == {("usual", "done"), ("deep", "done")}
+    assert run(sweep, "--only", "usual", "--only", "deep") == 2
+    assert "deep s0 is the same run as usual s0" in capsys.readouterr().err
+
+
+def test_dry_run_goes_on_behind_a_record_of_another_version(sweep, runner, capsys):
+    """The commands of later runs, missing."""
+    assert run(sweep, "--only", "usual", "--seeds", "0") == 0
+    record = next((sweep.parent / "out/runs").glob("usual-*/head/run.json"))
+    record.write_text(json.dumps({"ended": "then"}))
+    capsys.readouterr()
+    assert run(sweep, "--dry-run", "--only", "usual", "--only", "more steps") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("# usual s0: error: ")
+    assert "run.json or metrics.jsonl is not as this version writes it" in lines[0]
+    assert lines[1] == "# more steps s0"
+    assert sum("train_draft.py" in line for line in lines) == 3
+
+
+def test_a_record_that_cannot_be_read_leaves_the_others_their_table(sweep, runner, capsys):
+    """An I/O error, told as another version: hours of training moved away."""
+    assert run(sweep) == 0
+    metrics = next((sweep.parent / "out/runs").glob("more_steps-s0-*/head/metrics.jsonl"))
+    metrics.unlink()
+    metrics.mkdir()
+    capsys.readouterr()
+    assert run(sweep) == 1
+    told = capsys.readouterr()
+    assert "more steps s0: train did not start" in told.err
+    assert "Is a directory" in told.err
+    assert "move" not in told.err + told.out
+    assert "1.505 ±0.005" in told.out
+
+
 def test_dry_run_runs_nothing(sweep, runner, capsys):
     assert run(sweep, "--dry-run", "--only", "more steps") == 0
     assert runner.commands == []

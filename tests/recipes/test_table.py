@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from eagle3.errors import ConfigError
 from eagle3_recipes.results import mode_rows, records, training_figures
 from eagle3_recipes.table import ALONE, OTHER_REPLIES, SPREAD, inference_table, training_table
 from oracles.sweeps import record, result_of
@@ -79,3 +80,24 @@ def test_seconds_of_a_resumed_run(head, told, expected):
     result = {**trained("a", 1), "training": figures}
     assert f"{expected / 60:.1f}" in training_table([result], idle=False).splitlines()[2]
     assert records([result])[0]["train.update_seconds"] == expected
+
+
+@pytest.mark.parametrize(
+    "metrics, told",
+    [
+        ('{"step": 1}\n', r"metrics\.jsonl holds no evaluation"),
+        ('{"split": "eval", "tau": 1.5}\n', r"run\.json or metrics\.jsonl is not as this version .*KeyError: 'loss'"),
+        (None, r"run\.json or metrics\.jsonl is not as this version .*FileNotFoundError"),
+    ],
+)
+def test_what_lacks_a_figure_is_named(head, metrics, told):
+    """metrics.jsonl without an evaluation, told as a run.json with an IndexError."""
+    record = {"ended": "now", "previous": [], "step": 2, "tokens": 9, "parameters": 7}
+    (head / "run.json").write_text(json.dumps(record))
+    if metrics is None:
+        (head / "metrics.jsonl").unlink()
+    else:
+        (head / "metrics.jsonl").write_text(metrics)
+    run: Any = SimpleNamespace(head=head)
+    with pytest.raises(ConfigError, match=f"{told}.*; move {head} away"):
+        training_figures(run)
