@@ -116,8 +116,12 @@ def check_template_options(name: str, options: Any) -> None:
 
     What would change how the template is called, not what it renders, is refused.
     """
-    if not isinstance(options, dict) or not all(isinstance(key, str) for key in options):
+    if not isinstance(options, dict):
         raise ConfigError(f"{name} is {kind(options)}, expected an object such as {{enable_thinking: false}}")
+    for key in options:
+        if not isinstance(key, str):
+            # YAML takes on, off, yes, no and numbers for something else than text
+            raise ConfigError(f"{name} has the key {key!r}, expected the name of a variable: quote it if it is one")
     try:
         json.dumps(options, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:

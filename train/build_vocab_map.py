@@ -42,14 +42,11 @@ class MapConfig(TrainConfig):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: 0, 2 on bad input (one line on stderr), 130 when interrupted."""
+    """Exit code: 0, 2 on bad input or a full disk (one line on stderr), 130 when interrupted."""
     try:
         build(load_config(MapConfig, argv, description=__doc__))
-    except Eagle3Error as error:
+    except (Eagle3Error, OSError) as error:
         print(one_line(error), file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\ninterrupted; nothing was kept of rows that were not whole", file=sys.stderr)

@@ -64,11 +64,8 @@ def main(argv: list[str] | None = None) -> int:
         if config.threads is not None:
             os.environ.setdefault("OMP_NUM_THREADS", str(config.threads))
         dump(config, *(int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK")))
-    except Eagle3Error as error:
+    except (Eagle3Error, OSError) as error:
         print(one_line(error), file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
         return 2
     except (KeyboardInterrupt, Terminated) as stop:
         print("\nstopped; whole shards are kept, and the same command goes on from them", file=sys.stderr)

@@ -48,10 +48,10 @@ class ExportConfig:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: 0, 2 on bad input (one line on stderr), 130 when interrupted."""
+    """Exit code: 0, 2 on bad input or a full disk (one line on stderr), 130 when interrupted."""
     try:
         export(load_config(ExportConfig, argv, description=__doc__))
-    except Eagle3Error as error:
+    except (Eagle3Error, OSError) as error:
         print(one_line(error), file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -58,11 +58,8 @@ def main(argv: list[str] | None = None) -> int:
     termination = Termination()
     try:
         regenerate(load_config(RegenerateConfig, argv, description=__doc__))
-    except Eagle3Error as error:
+    except (Eagle3Error, OSError) as error:
         print(one_line(error), file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
         return 2
     except (KeyboardInterrupt, Terminated) as stop:
         # files are closed by now

@@ -41,12 +41,9 @@ def main(argv: list[str] | None = None) -> int:
 
         with Run(config) as run:
             _train(config, run, termination)
-    except Eagle3Error as error:
+    # a full disk, a folder where a file should be, a path too long for the file system
+    except (Eagle3Error, OSError) as error:
         print(one_line(error), file=sys.stderr)
-        return 2
-    except OSError as error:
-        # a full disk, a folder where a file should be, a path too long for the file system
-        print(f"error: {error}", file=sys.stderr)
         return 2
     except RuntimeError as error:
         if not lost_touch(error):

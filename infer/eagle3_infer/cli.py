@@ -32,15 +32,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")
     try:
         return _tune(argv[1:]) if argv[:1] == [TUNE] else _measure(argv)
-    except Eagle3Error as error:
-        print(one_line(error), file=sys.stderr)
-        return EXIT_ERROR
     except BrokenPipeError:
         # whoever read the output is gone (`| head`): nothing more to say, also not at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_ERROR
-    except OSError as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
+    except (Eagle3Error, OSError) as error:
+        print(one_line(error), file=sys.stderr)
         return EXIT_ERROR
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from eagle3.errors import ConfigError, Eagle3Error
+from eagle3_infer.metrics_page import MOST_COUNT
 
 CHAT, MODELS = "/v1/chat/completions", "/v1/models"
 # TensorRT-LLM alone has the first one; its other one is JSON, and forgets what it has told
@@ -24,8 +25,6 @@ METRICS = ("/prometheus/metrics", "/metrics")
 IDLE_SECONDS = 600.0
 HUNG_UP = "the server hung up in the middle of a reply"
 _SHOWN = 200
-# beyond it floats no longer count one by one
-_MOST_TOKENS = 2**53
 # generated as well, but no part of the reply; either name, by the server's age
 _THOUGHTS = ("reasoning_content", "reasoning")
 
@@ -239,4 +238,4 @@ def _text(name: str, value: Any) -> str:
 def _count(value: Any) -> int | None:
     """A count of tokens; what cannot be one is not told."""
     whole = isinstance(value, int) and not isinstance(value, bool)
-    return value if whole and 0 <= value <= _MOST_TOKENS else None
+    return value if whole and 0 <= value <= MOST_COUNT else None

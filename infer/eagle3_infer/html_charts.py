@@ -6,7 +6,7 @@ from typing import Any
 from eagle3_infer.figures import SERIES, Bar, Line, Stack, bars, lines, series_legend, stacks, text
 from eagle3_infer.levels import FEW_ROUNDS, shares_given, shares_overall
 from eagle3_infer.names import mode_title
-from eagle3_infer.parts import PART_NAMES, STAGES, seconds_by_part, timed_by_stage
+from eagle3_infer.parts import PART_NAMES, ROUND_STAGES, seconds_by_part, timed_by_stage
 from eagle3_infer.settings import HF, PLAIN
 from eagle3_infer.table import drafts
 
@@ -137,7 +137,7 @@ def cost_figures(modes: Modes) -> str:
         return ""
     rows = [_cost_row(mode_title(key, mode), mode) for key, mode in known.items()]
     numbers = [_cost_numbers(mode_title(key, mode), mode) for key, mode in known.items()]
-    head = ["mode", *(f"{s.replace('_', ' ')}, ms/round" for s in STAGES)]
+    head = ["mode", *(f"{s.replace('_', ' ')}, ms/round" for s in ROUND_STAGES)]
     head += ["ms/round", "tokens/round", "ms/token", "prefill, s in all"]
     chart = stacks(rows, PART_NAMES, "Milliseconds per token")
     said = "milliseconds per emitted token, without the prefill; shorter is faster"
@@ -151,9 +151,9 @@ def _cost_row(name: str, mode: dict[str, Any]) -> Stack:
 
 
 def _cost_numbers(name: str, mode: dict[str, Any]) -> list[str]:
-    per_round = {stage: 1000 * mode["seconds_by_stage"][stage] / mode["rounds"] for stage in STAGES}
+    per_round = {stage: 1000 * mode["seconds_by_stage"][stage] / mode["rounds"] for stage in ROUND_STAGES}
     total, tau = sum(per_round.values()), mode["tau"]
     show: Callable[[float], str] = "{:.2f}".format if timed_by_stage(mode) else lambda _: "-"
-    figures = [show(per_round[stage]) for stage in STAGES]
+    figures = [show(per_round[stage]) for stage in ROUND_STAGES]
     prefill = mode["seconds_by_stage"]["prefill"]
     return [name, *figures, f"{total:.2f}", f"{tau:.2f}", f"{total / tau:.2f}", f"{prefill:.2f}"]

@@ -1,4 +1,4 @@
-"""What a serving engine's `/metrics` page (Prometheus' text format) says of drafting. Knows no HTTP.
+"""What a serving engine's page of counters (Prometheus' text format) says of drafting. Knows no HTTP.
 
 Counters are differenced around a run; gauges are shown as they are, as they speak of some recent window.
 Names as of vLLM 0.32, SGLang 0.5 and TensorRT-LLM 1.3; a counter without its `_total` is taken too.
@@ -15,7 +15,7 @@ _LABEL = re.compile(r'(\w+)\s*=\s*"((?:\\.|[^"\\])*)"')
 # a position's label; int() takes other digits than these, and refuses some that isdigit() takes
 _POSITION = re.compile(r"[0-9]{1,4}")
 # beyond it floats no longer count one by one
-_MOST = 2.0**53
+MOST_COUNT = 2**53
 _ESCAPES = {r"\\": "\\", r"\"": '"', r"\n": "\n"}
 
 
@@ -228,7 +228,7 @@ def _total(page: Sequence[Series], name: str, position: str | None = None) -> fl
     found = [s.value for s in _of(page, name) if position is None or s.labels.get("position") == position]
     if not found:
         return None
-    return sum(found) if all(0 <= value <= _MOST for value in found) else math.nan
+    return sum(found) if all(0 <= value <= MOST_COUNT for value in found) else math.nan
 
 
 def _gauge(page: Sequence[Series], name: str) -> float | None:

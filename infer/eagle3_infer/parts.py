@@ -3,13 +3,18 @@
 from collections.abc import Mapping
 from typing import Any
 
+from eagle3_infer.request import STAGES
+
 # the stages that each sums, in the order of a stack; `rest` is what the adaptive tree's cost model calls so
-PARTS = {"verify": ("verify",), "draft": ("draft",), "rest": ("tree_build", "accept", "relocate", "other")}
+PARTS = {
+    "verify": ("verify",),
+    "draft": ("draft",),
+    "rest": tuple(stage for stage in STAGES if stage not in ("prefill", "verify", "draft")),
+}
 # the one part of a mode that is not timed by stage
 WHOLE = "whole"
 PART_NAMES = {**{part: part for part in PARTS}, WHOLE: "not timed by stage"}
-# of a round
-STAGES = tuple(stage for stages in PARTS.values() for stage in stages)
+ROUND_STAGES = tuple(stage for stages in PARTS.values() for stage in stages)
 
 
 def timed_by_stage(mode: Mapping[str, Any]) -> bool:
@@ -25,5 +30,5 @@ def seconds_by_part(mode: Mapping[str, Any]) -> dict[str, float]:
     """
     seconds = mode["seconds_by_stage"]
     if not timed_by_stage(mode):
-        return {WHOLE: sum(seconds[stage] for stage in STAGES)}
+        return {WHOLE: sum(seconds[stage] for stage in ROUND_STAGES)}
     return {part: sum(seconds[stage] for stage in stages) for part, stages in PARTS.items()}

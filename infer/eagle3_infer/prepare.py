@@ -28,8 +28,8 @@ def prepare(settings: RunSettings) -> Prepared:
     What is wrong with a flag is told before a model is loaded.
 
     Raises:
-        ConfigError: a set, device, dtype, kernels or target that there is none of.
-        DataError: a file that holds no prompts.
+        ConfigError: a device, dtype, kernels or target that there is none of, or two prompt sets of one name.
+        DataError: no such prompt set, or one that holds no prompts.
         CheckpointError: no such head, or not one for this target.
         UnsupportedTargetError: a target that cannot be driven.
     """

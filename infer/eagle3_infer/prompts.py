@@ -144,7 +144,9 @@ def render(
         text = render_text(tokenizer, messages, add_generation_prompt=True, **options)
         ids = render_ids(tokenizer, messages, add_generation_prompt=True, **options)
     elif options:
-        raise ConfigError("template options are given, and the target's tokenizer has no chat template to read them")
+        raise ConfigError(
+            "the target's tokenizer has no chat template that could read template options: leave out --template-options"
+        )
     else:
         text = "\n\n".join(message["content"] for message in messages)
         ids = flat_ids(tokenizer(text)["input_ids"])

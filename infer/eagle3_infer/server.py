@@ -185,11 +185,11 @@ class ServerBench:
         return notes + self._foreign()
 
     def _foreign(self) -> list[str]:
-        """Counters are of all clients; that of the warm-up may come late."""
+        """Counters are of all clients, and of replies that never came whole; that of the warm-up may come late."""
         for repeat in self.repeats:
             told = token_count(repeat.answers)
             tokens = repeat.counted.tokens if repeat.counted else None
-            if told is not None and tokens is not None and tokens > told + WARM_UP_TOKENS and not repeat.failures:
+            if told is not None and tokens is not None and tokens > told + WARM_UP_TOKENS and not repeat.lost:
                 return [
                     f"the engine counted {tokens} tokens and this run got {told}: others used the server meanwhile, "
                     "and its acceptance is of their requests, too"

@@ -26,7 +26,8 @@ def run_server(settings: RunSettings, argv: Sequence[str]) -> int:
     """Run and print everything; returns the exit code: that of an error where a request failed.
 
     Raises:
-        ConfigError: no model, or a setting that servers do not take.
+        ConfigError: an address that is none, no model, two prompt sets of one name, or no matplotlib for `plot`.
+        DataError: no such prompt set, or one that holds no prompts.
         ServerError: the server does not answer.
     """
     if settings.plot is not None:

@@ -10,13 +10,13 @@ from eagle3_infer.config import NO_GRAPHS, EngineConfig, TreeConfig
 from eagle3_infer.cost_probe import measure_costs
 from eagle3_infer.costs import CostModel
 from eagle3_infer.engine import Engine
-from eagle3_infer.request import STAGES, Request
+from eagle3_infer.parts import PARTS
+from eagle3_infer.request import Request
 
 # whose time beside verification and drafting is taken
 ROUNDS = 8
 # what has read prompts is no round; a step's seconds are booked with the next one
 _UNTIMED = 2
-_REST = tuple(stage for stage in STAGES if stage not in ("prefill", "verify", "draft"))
 
 
 def round_costs(engine: Engine, most: TreeConfig, slots: int, requests: Sequence[Request]) -> CostModel:
@@ -52,7 +52,7 @@ def time_rest(engine: Engine, requests: Sequence[Request]) -> float | None:
                 break
             # once a round
             if number == 0 and len(engine.running) == engine.scheduler.config.slots:
-                totals.append(sum(s.metrics.seconds[stage] for s in engine.running for stage in _REST))
+                totals.append(sum(s.metrics.seconds[stage] for s in engine.running for stage in PARTS["rest"]))
     rounds = [after - before for before, after in pairwise(totals[1:])]
     return median(rounds) if rounds else None
 

@@ -105,7 +105,7 @@ def test_a_template_that_refuses(render):
     "options, told",
     [
         ([], "options is list '\\[\\]', expected an object"),
-        ({1: 2}, "options is dict"),
+        ({"on": 1, True: True}, "options has the key True, expected the name of a variable"),
         ({"tokenize": False}, "options sets tokenize, expected variables"),
         ({"day": object()}, "options is nothing that JSON can hold"),
         ({"x": float("nan")}, "options is nothing that JSON can hold"),

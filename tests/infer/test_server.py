@@ -371,7 +371,7 @@ def test_a_silent_request_slows_nothing_down(stub, measure, monkeypatch):
 
 
 def test_requests_under_way_at_an_interrupt_are_in_no_speed(stub, measure, monkeypatch, tmp_path):
-    """Of three at once one is answered: a third of the time is its."""
+    """Of three at once one is answered: a third of the time is its, and what the others generated is nobody else's."""
 
     def show(self, text):
         if text.startswith("server: 1 of"):
@@ -380,10 +380,14 @@ def test_requests_under_way_at_an_interrupt_are_in_no_speed(stub, measure, monke
     three = tmp_path / "three.jsonl"
     three.write_text("\n".join(json.dumps({"prompt": f"{i}"}) for i in range(3)))
     monkeypatch.setattr(server_run.Progress, "show", show)
+    # tokens are counted as they are generated, not once a reply is whole
+    monkeypatch.setattr(Stub, "page", lambda self: f"vllm:generation_tokens_total {100 * len(self.bodies)}")
     stub.script, stub.delay = {2: "silent", 3: "silent"}, 0.1
-    code, report, _ = measure("--prompts", str(three), "--batch", "3")
+    code, report, printed = measure("--prompts", str(three), "--batch", "3")
     [row], mode = report["outputs"], report["modes"]["server"]
     assert code == 130
+    assert mode["server"]["counted"]["tokens"] == 300
+    assert "others" not in printed.out
     assert mode["seconds"] == pytest.approx(row["seconds"] / 3, rel=0.2)
 
 

@@ -154,6 +154,8 @@ def test_template_options_are_yaml_or_json():
     for text in ("enable_thinking=false", "[1]", "{", "null", ""):
         with pytest.raises(ConfigError, match="is no object such as"):
             parse_settings(["--template-options", text])
+    with pytest.raises(ConfigError, match="--template-options has the key True"):
+        parse_settings(["--template-options", "{on: true}"])
     with pytest.raises(ConfigError, match="--template-options sets return_dict, tokenize, expected variables"):
         parse_settings(["--template-options", "{tokenize: false, return_dict: true, enable_thinking: true}"])
 

@@ -234,3 +234,21 @@ def test_accelerate_launch_shows_the_line(tmp_path):
     assert done.returncode != 0
     assert f"error: config {str(tmp_path / 'none.yaml')!r} does not exist" in done.stderr
     assert 'train_draft.py", line' not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "name", ["build_vocab_map", "dump_features", "export_draft", "prepare_data", "regenerate", "train_draft"]
+)
+def test_an_error_of_the_system_is_one_line(name, monkeypatch, capsys):
+    """Also where a library tells it in several."""
+    spec = util.spec_from_file_location(name, ROOT / f"train/{name}.py")
+    assert spec and spec.loader
+    script = util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+
+    def full(*_, **__):
+        raise OSError("no space left:\n  free some")
+
+    monkeypatch.setattr(script, "load_config", full)
+    assert script.main([]) == 2
+    assert capsys.readouterr().err == "error: no space left: free some\n"

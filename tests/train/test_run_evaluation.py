@@ -3,6 +3,7 @@
 import json
 import runpy
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from eagle3_infer.config import TreeConfig
 from eagle3_infer.engine import Engine, Request
 from eagle3_infer.prompts import load_prompts, render
 from eagle3_train import run as run_module
-from eagle3_train.config import DataConfig, TrainConfig
+from eagle3_train.config import DataConfig, EvalConfig, TrainConfig
 from eagle3_train.ema import EMA
 from eagle3_train.prepared import prepare_rows
 from eagle3_train.tokenizer import load_tokenizer
@@ -59,6 +60,20 @@ def test_the_engine_tells_tau(made, tried):
         results = Engine(target, head, tree).generate(requests)
         tau = sum(sum(r.run_lengths) for r in results) / sum(r.rounds for r in results)
         assert records[-1][name] == pytest.approx(tau)
+
+
+def test_the_engine_is_tried_with_the_template_options(made):
+    """Prompts rendered otherwise than the rows that the head is trained on."""
+    tokenizer = Target.load(made / "target").tokenizer
+    tokenizer.chat_template = "{% if brief %}<brief>{% endif %}" + tokenizer.chat_template
+    data = DataConfig((str(made / "chats.jsonl"),), template_options={"brief": True})
+    evaluation = EvalConfig(engine_every=1, prompts=str(made / "prompts.jsonl"), prompt_count=2)
+    trial = runpy.run_path(str(SCRIPT))["EngineTrial"](
+        TrainConfig(data=data, eval=evaluation), SimpleNamespace(tokenizer=tokenizer)
+    )
+    texts = [tokenizer.decode(request.prompt_ids) for request in trial.requests]
+    assert len(texts) == 2
+    assert all(text.startswith("<brief><|im_start|>") for text in texts)
 
 
 def test_simulated_tau_is_the_engines(made, tmp_path):

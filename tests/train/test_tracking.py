@@ -89,7 +89,7 @@ def test_damaged_run_record_is_named(tmp_path):
         RunRecord(tmp_path / "run.json", {}, {}, resume_step=1)
 
 
-def test_write_json_replaces_whole_files(tmp_path):
+def test_write_record_replaces_whole_files(tmp_path):
     path = tmp_path / "a.json"
     write_record(path, {"a": 1})
     loop = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,6 +13,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from eagle3.errors import ConfigError, VocabMapError
+from eagle3.files import replace_file
 from eagle3.vocab import VocabMap, build_vocab_map, check_vocab_map
 from eagle3_train.tokenizer import tokenizer_hash
 
@@ -22,21 +22,17 @@ if TYPE_CHECKING:
 
 
 def save_vocab_map(file: Path, chosen: VocabMap, tokenizer: Any, facts: dict[str, str]) -> None:
-    """Write a map under a temporary name, then rename it.
+    """Write a map that is old or whole.
 
     Args:
         facts: what else to record, such as the source of the counts and the coverage.
     Raises:
         OSError: the file cannot be written; nothing is left of it.
     """
-    part = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     metadata = {"format": "pt", "tokenizer": tokenizer_hash(tokenizer), **facts}
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        part.write_bytes(save({"d2t": chosen.d2t, "t2d": chosen.t2d}, metadata))
-        part.replace(file)
-    finally:
-        part.unlink(missing_ok=True)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with replace_file(file, binary=True) as part:
+        part.write(save({"d2t": chosen.d2t, "t2d": chosen.t2d}, metadata))
 
 
 def load_vocab_map(
