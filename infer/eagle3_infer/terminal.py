@@ -30,11 +30,12 @@ def note_lines(notes: Iterable[str]) -> list[str]:
 
 
 def machine_line() -> str:
-    """What the speeds are of; a machine that has other things to do is said to be busy."""
+    """What the speeds are of; a load that other work may have is told."""
     cores, load = usable_cores(), load_average()
     told = "" if load is None else f", load {load:.1f}"
-    busy = " (busy: speeds will be off)" if load is not None and load > BUSY * cores else ""
-    return f"machine  {cpu_model()}, {cores} cores{told}{busy}"
+    if load is not None and load > BUSY * cores:
+        told += " (of the last minute; while other work runs, speeds are off)"
+    return f"machine  {cpu_model()}, {cores} cores{told}"
 
 
 def prompts_line(settings: RunSettings, prompts: Sequence[Prompt]) -> str:

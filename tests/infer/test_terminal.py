@@ -11,7 +11,12 @@ from eagle3_infer.unseen import cut_middle
 
 @pytest.mark.parametrize(
     "load, told",
-    [(None, ""), (0.04, ", load 0.0"), (4.0, ", load 4.0"), (4.1, ", load 4.1 (busy: speeds will be off)")],
+    [
+        (None, ""),
+        (0.04, ", load 0.0"),
+        (4.0, ", load 4.0"),
+        (4.1, ", load 4.1 (of the last minute; while other work runs, speeds are off)"),
+    ],
 )
 def test_a_machine_with_other_work_is_said_to_be_busy(monkeypatch, load, told):
     """Above half a job per core; not where the system does not tell."""
