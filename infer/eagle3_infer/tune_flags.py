@@ -28,7 +28,7 @@ examples:
   eagle3-infer tune
   eagle3-infer tune --target Qwen/Qwen3-1.7B --draft runs/qwen3/best --prompts mine.jsonl --batch 8
   eagle3-infer tune --temperature 0.7 --draft-noise shared --tree-depth 8 --json tuned.json"""
-# prompts and tokens that tell shapes apart in about three minutes on two CPU cores with a target of 135 M parameters
+# prompts and tokens that tell shapes apart in three to four minutes on two CPU cores with a target of 135 M parameters
 LIMIT, MAX_TURNS, MAX_NEW_TOKENS, REPEATS = 16, 1, 48, 2
 # the largest tree that is looked at
 MOST = TreeConfig(depth=6, top_k=8, nodes=64)

@@ -1,5 +1,7 @@
 """What a round takes beside its forwards, at the batch that will run: by a clock that only what is named here moves."""
 
+from collections.abc import Callable
+
 import pytest
 
 from eagle3_infer import metrics
@@ -24,7 +26,7 @@ class Clock:
         self.seconds, self.calls, self._patch = 0.0, {}, monkeypatch.setattr
         self._patch(metrics, "now", lambda device: self.seconds)
 
-    def slow(self, owner, name, seconds):
+    def slow(self, owner, name, seconds: float | Callable[[int], float]):
         whole = getattr(owner, name)
 
         def slowly(*args, **kwargs):
