@@ -126,6 +126,21 @@ time.sleep(60)
 """
 
 
+def interrupted_once_ready(execution, log):
+    """Run it, with ^C as soon as the child's log says `ready`."""
+
+    def interrupt():
+        while not (log.is_file() and "\nready" in log.read_text()):
+            time.sleep(0.05)
+        signal.raise_signal(signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        execution.run()
+    thread.join()
+
+
 def test_interrupted_children_end_cleanly(tmp_path):
     """^C that leaves trainers running, or kills them before they have saved."""
     saved, log = tmp_path / "saved", tmp_path / "train.log"
@@ -137,16 +152,7 @@ def test_interrupted_children_end_cleanly(tmp_path):
         children.append(start_process(command, path, place))
         return children[-1]
 
-    def interrupt():
-        while not (log.is_file() and "\nready" in log.read_text()):
-            time.sleep(0.05)
-        signal.raise_signal(signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        Execution([first, second], start=start, tell=lambda _: None, pause=0.05).run()
-    thread.join()
+    interrupted_once_ready(Execution([first, second], start=start, tell=lambda _: None, pause=0.05), log)
     assert saved.read_text() == "saved"
     assert [child.poll() for child in children] == [143]
     assert (first.status, second.status) == (STOPPED, WAITING)
@@ -180,16 +186,7 @@ def test_an_interrupted_child_ends_with_its_workers(tmp_path, monkeypatch, on_te
     command = [sys.executable, "-c", WITH_WORKER, on_term]
     first = Job("a", tmp_path, [Stage("train", command, log, lambda: False)])
 
-    def interrupt():
-        while not (log.is_file() and "\nready" in log.read_text()):
-            time.sleep(0.05)
-        signal.raise_signal(signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        Execution([first], tell=lambda _: None, pause=0.05).run()
-    thread.join()
+    interrupted_once_ready(Execution([first], tell=lambda _: None, pause=0.05), log)
     wait_for_lock(tmp_path)
 
 
